@@ -297,6 +297,13 @@ class Settings(BaseModel):
         "if its limit on open files (ulimit -n) leaves no more; beyond them the longest idle one "
         "is closed; more than the requests at once that you expect; read where Ray starts, too",
     )
+    audit_log: str | None = Field(
+        None,
+        min_length=1,
+        description="where each gateway writes one line of JSON for each change that an admin's "
+        "key asks for: a file of its machine, to which lines are appended, or stdout "
+        "(operations.md); not set: nowhere",
+    )
     otlp_traces_endpoint: Annotated[str | None, BeforeValidator(parse_collector)] = Field(
         None,
         description="address of an OpenTelemetry collector for traces by OTLP/HTTP, such as "

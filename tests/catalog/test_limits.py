@@ -58,6 +58,7 @@ def test_every_option_survives_log_and_snapshots(
     )
     catalog.rotate_key(key.id, 60.0, actor="ann")
     catalog.create_key("full", [Scope.PUBLISH], adapters=("policy-*", "draft"), actor="ann")
+    catalog.create_key("full", [Scope.INFER], adapters=("policy-*", "lab/tone"), actor="ann")
     record = catalog.reader.state.tenant("full")
     assert record.limits == Limits(**limits)
     assert {name: getattr(record, name) for name in TERMS.keys() - limits} == {
@@ -221,6 +222,37 @@ def test_a_publish_key_may_push_only_adapters_that_match_its_patterns(
     ]
 
 
+def test_a_key_may_use_only_adapters_that_match_its_patterns(catalog: AdapterCatalog) -> None:
+    key, _ = catalog.create_key(
+        "acme", [Scope.INFER], adapters=("draft-*", "tone", "lab/*"), actor="ann"
+    )
+    labels = ["acme/draft-1", "acme/tone", "lab/tone", "acme/tones", "other/tone", "lab2/tone"]
+
+    assert [at for at in labels if key.may_use(*at.split("/"))] == labels[:3]
+    new, _ = catalog.rotate_key(key.id, 60.0, actor="ann")
+    assert [at for at in labels if new.may_use(*at.split("/"))] == labels[:3]
+    free, _ = catalog.create_key("acme", [Scope.INFER], actor="ann")
+    assert all(free.may_use(*at.split("/")) for at in labels)
+
+
+def test_older_readers_refuse_only_entries_with_adapters_of_keys_that_infer(
+    catalog: AdapterCatalog, store: ObjectStore
+) -> None:
+    catalog.create_key("acme", [Scope.PUBLISH], adapters=("tone",), actor="ann")
+    catalog.create_key("acme", [Scope.INFER], name="free", actor="ann")
+    before = schemas(store)
+    key, _ = catalog.create_key("acme", [Scope.INFER], adapters=("tone",), actor="ann")
+    catalog.rotate_key(key.id, 60.0, actor="ann")
+
+    assert set(before) == {1}
+    assert schemas(store) == [*before, 2, 2]
+
+
+def schemas(store: ObjectStore) -> list[int]:
+    """Schemas of the log's own entries, oldest first."""
+    return [json.loads(store.get(key))["schema"] for key in store.list("log/")]
+
+
 @pytest.mark.parametrize(
     ("tenant", "scopes", "adapters", "param"),
     [
@@ -228,11 +260,17 @@ def test_a_publish_key_may_push_only_adapters_that_match_its_patterns(
         ("acme", [Scope.PUBLISH], ("Policy",), "adapters"),
         ("acme", [Scope.PUBLISH], ("[a-z]",), "adapters"),
         ("acme", [Scope.PUBLISH, Scope.INFER], ("policy",), "scopes"),
+        ("acme", [Scope.PUBLISH], ("acme/policy",), "adapters"),
         (None, [Scope.PUBLISH], ("policy",), "scopes"),
-        ("acme", [Scope.INFER], ("policy",), "adapters"),
+        (None, [Scope.READ_ONLY], ("policy",), "adapters"),
+        ("acme", [Scope.INFER], ("Policy",), "adapters"),
+        ("acme", [Scope.INFER], ("",), "adapters"),
+        ("acme", [Scope.INFER], ("policy@prod",), "adapters"),
+        ("acme", [Scope.INFER], ("lab/tone/x",), "adapters"),
+        ("acme", [Scope.INFER], ("policy",) * 65, "adapters"),
     ],
 )
-def test_a_publish_key_needs_a_tenant_and_patterns_and_has_no_other_scope(
+def test_keys_with_unfit_scopes_and_patterns_of_adapters_are_refused(
     catalog: AdapterCatalog,
     tenant: str | None,
     scopes: list[Scope],

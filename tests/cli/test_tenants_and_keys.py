@@ -143,6 +143,15 @@ def test_a_publish_key_is_for_adapters_of_some_names(lorikeet: Lorikeet) -> None
     assert (refused.exit_code, "want --publish with --tenant" in refused.stderr) == (2, True)
 
 
+def test_a_key_is_for_listed_adapters(lorikeet: Lorikeet) -> None:
+    words = ["--tenant", "acme", "--adapters", "draft,lab/*"]
+    key = json.loads(lorikeet.do("keys", "create", *words, "--json"))
+    assert (key["scopes"], key["adapters"]) == (["infer"], ["draft", "lab/*"])
+    assert "infer draft lab/*" in lorikeet.do("keys", "list")
+    refused = lorikeet.run("keys", "create", "--admin", "--adapters", "support")
+    assert (refused.exit_code, "want --adapters with --tenant" in refused.stderr) == (2, True)
+
+
 def test_a_key_is_rotated_with_overlap(lorikeet: Lorikeet) -> None:
     words = ["--tenant", "acme", "--name", "ci", "--concurrent", "2"]
     old = json.loads(lorikeet.do("keys", "create", *words, "--json"))

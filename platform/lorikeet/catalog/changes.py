@@ -19,7 +19,8 @@ from lorikeet_engine.adapter import Residency, TouchedModules
 SCHEMA = 2
 """Newest format version; increased whenever an older reader could misread new entries.
 
-Schema 2 has invocation tokens, without which an activated LoRA would change whole prompts.
+Schema 2 has invocation tokens, without which an activated LoRA would change whole prompts, and
+the adapters of keys that infer, without which such a key could use all adapters.
 """
 
 
@@ -278,5 +279,13 @@ class Entry:
 
 def schema_of(changes: Iterable[Change]) -> int:
     """Return the oldest format version whose readers understand these changes."""
-    activated = (c for c in changes if isinstance(c, VersionRegistered) and c.invocation_tokens)
-    return SCHEMA if any(activated) else 1
+    restricts, pushes = False, False
+    for change in changes:
+        match change:
+            case VersionRegistered(invocation_tokens=tokens) if tokens:
+                return SCHEMA
+            case KeyCreated(scopes=scopes):
+                pushes = pushes or Scope.PUBLISH in scopes
+            case KeyOptionsSet(options=options):
+                restricts = restricts or bool(options.get("adapters"))
+    return SCHEMA if restricts and not pushes else 1

@@ -16,6 +16,7 @@ from lorikeet.errors import Unavailable
 from lorikeet.gateway.admin.registration import Registration
 from lorikeet.gateway.admin.routes import admin_routes
 from lorikeet.gateway.apis.openapi import openapi_routes
+from lorikeet.gateway.audit import AuditMiddleware
 from lorikeet.gateway.auth import RequestAuthenticator
 from lorikeet.gateway.catalog_view import GatewayCatalogView
 from lorikeet.gateway.error_responses import (
@@ -124,6 +125,8 @@ def _application(
         telemetry={"tracing": False, "metrics": False, "logs": False, "auto_configure": False},
         redirect_slashes=False,
     )
+    if services.audit is not None:
+        app.add_middleware(AuditMiddleware, stream=services.audit)
     app.add_middleware(RequestMiddleware)
     add_error_handlers(app)
     return app
@@ -168,6 +171,8 @@ async def _running(
         services.encoders.close()
         if services.traces is not None:
             await services.traces.close()
+        if services.audit is not None:
+            services.audit.close()
 
 
 class RequestMiddleware:

@@ -176,12 +176,12 @@ class GenerateEndpoint:
         request_id: str = request.state.request_id
         session = request.headers.get(SESSION_HEADER) or body.session() or request_id
         items = await self._stored.items(body, caller.tenant.name)
-        tenant, named = caller.tenant.name, body.named_adapters(self._services.base_models)
+        named = body.named_adapters(self._services.base_models)
         if named is None:
-            model = await self._authenticator.resolve_model(body.model, tenant, session)
+            model = await self._authenticator.resolve_model(body.model, caller, session)
         else:
             model = await self._authenticator.resolve_composition(
-                body.model, named, tenant, session
+                body.model, named, caller, session
             )
         # No await from here until `using` is entered: a version that ends now is kept.
         base_model, served = model.base_model, self._services.base_models[model.base_model]

@@ -13,6 +13,7 @@ from lorikeet.chat_template import template_digest
 from lorikeet.errors import InvalidSetting
 from lorikeet.file_store import FileStore
 from lorikeet.gateway.adapter_uses import AdapterUses
+from lorikeet.gateway.audit import AuditStream
 from lorikeet.gateway.call_encoders import CallEncoders
 from lorikeet.gateway.sampling_defaults import read_sampling_defaults
 from lorikeet.metrics.gateway import GatewayMetrics
@@ -203,6 +204,7 @@ class Services:
     responses: store of responses; None: responses are not stored.
     files: store of files; None: files are not stored, and there are no batches.
     uses: adapters that this gateway's requests in flight use.
+    audit: stream of admins' changes; None: no stream.
     load_from: folder below which each tenant has a folder of its name, from which vLLM's endpoints
         load adapters; None: no such endpoints.
     """
@@ -233,6 +235,7 @@ class Services:
     responses: ResponseStore | None = None
     files: FileStore | None = None
     uses: AdapterUses = field(default_factory=AdapterUses)
+    audit: AuditStream | None = None
     load_from: Path | None = None
 
 
