@@ -24,6 +24,7 @@ TERMS: dict[str, Any] = {
     "max_context": 8192,
     "bytes_per_min": 2**33,
     "tokens_per_month": 10**9,
+    "cost_per_month": 99.5,
     "weight": 2.0,
     "max_adapters": 20,
     "max_total_bytes": 2**31,
@@ -52,7 +53,7 @@ def test_every_option_survives_log_and_snapshots(
 ) -> None:
     catalog.create_tenant("full", actor="ann", **TERMS)
     limits = {name: value for name, value in TERMS.items() if name in Limits.__slots__}
-    of_key = {name: value for name, value in limits.items() if name != "tokens_per_month"}
+    of_key = {name: value for name, value in limits.items() if not name.endswith("_per_month")}
     key, _ = catalog.create_key(
         "full", [Scope.INFER], name="ci", expires=5000.0, priority=-1, actor="ann", **of_key
     )
@@ -235,7 +236,7 @@ def test_a_key_may_use_only_adapters_that_match_its_patterns(catalog: AdapterCat
     assert all(free.may_use(*at.split("/")) for at in labels)
 
 
-def test_older_readers_refuse_only_entries_with_adapters_of_keys_that_infer(
+def test_older_readers_refuse_only_entries_that_they_would_misread(
     catalog: AdapterCatalog, store: ObjectStore
 ) -> None:
     catalog.create_key("acme", [Scope.PUBLISH], adapters=("tone",), actor="ann")
@@ -244,8 +245,11 @@ def test_older_readers_refuse_only_entries_with_adapters_of_keys_that_infer(
     key, _ = catalog.create_key("acme", [Scope.INFER], adapters=("tone",), actor="ann")
     catalog.rotate_key(key.id, 60.0, actor="ann")
 
+    catalog.limit_tenant("acme", tokens_per_month=5, actor="ann")
+    catalog.limit_tenant("acme", cost_per_month=2.5, actor="ann")
+
     assert set(before) == {1}
-    assert schemas(store) == [*before, 2, 2]
+    assert schemas(store) == [*before, 2, 2, 1, 2]
 
 
 def schemas(store: ObjectStore) -> list[int]:

@@ -20,7 +20,8 @@ SCHEMA = 2
 """Newest format version; increased whenever an older reader could misread new entries.
 
 Schema 2 has invocation tokens, without which an activated LoRA would change whole prompts, and
-the adapters of keys that infer, without which such a key could use all adapters.
+the adapters of keys that infer, without which such a key could use all adapters, and budgets in
+money.
 """
 
 
@@ -283,6 +284,8 @@ def schema_of(changes: Iterable[Change]) -> int:
     for change in changes:
         match change:
             case VersionRegistered(invocation_tokens=tokens) if tokens:
+                return SCHEMA
+            case TenantOptionsSet(options={"cost_per_month": _}):
                 return SCHEMA
             case KeyCreated(scopes=scopes):
                 pushes = pushes or Scope.PUBLISH in scopes

@@ -37,6 +37,7 @@ class Limits:
     max_concurrent: maximum number of requests at once.
     max_context: maximum number of tokens of one prompt plus its answer.
     tokens_per_month: budget of a calendar month, UTC.
+    cost_per_month: budget of a calendar month, UTC, in the currency of LORIKEET_PRICES.
     bytes_per_min: average rate of pushed adapters' bytes.
     """
 
@@ -46,6 +47,7 @@ class Limits:
     max_concurrent: int | None = None
     max_context: int | None = None
     tokens_per_month: int | None = None
+    cost_per_month: float | None = None
     bytes_per_min: int | None = None
 
 
@@ -86,7 +88,7 @@ class KeyRecord:
     sha256: SHA-256 of the secret, 64 hex digits.
     created: Unix seconds.
     name: label for display; "" for none.
-    limits: the key's limits, which apply in addition to the tenant's; without tokens_per_month.
+    limits: the key's limits, which apply in addition to the tenant's; without budgets.
     priority: among a tenant's requests, those with the highest priority begin first.
     expires: end of the key, Unix seconds; None: never.
     replaced_by: id of the key that a rotation made.

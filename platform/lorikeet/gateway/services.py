@@ -18,6 +18,7 @@ from lorikeet.gateway.call_encoders import CallEncoders
 from lorikeet.gateway.sampling_defaults import read_sampling_defaults
 from lorikeet.metrics.gateway import GatewayMetrics
 from lorikeet.parity.figures import Parity
+from lorikeet.prices import Prices
 from lorikeet.protocol.messages import EncodedCall, Refusal, SmokeResult, SmokeTest, StreamItem
 from lorikeet.protocol.parity import ParityTest
 from lorikeet.protocol.peers import Peers
@@ -193,6 +194,7 @@ class Services:
     peers: the other gateways.
     recorded_usage: usage of tenants as recorded in the store, for their budgets.
     usage: usage that this gateway counts.
+    prices: prices of tokens, for tenants' budgets in money.
     usage_flush_s: seconds between writes of usage to the store, by gateways and replicas.
     max_queue_s: longest time in seconds that a request may queue on a replica; None: no limit.
     max_running: by base model, this gateway's share of the requests that the replicas run at once.
@@ -224,6 +226,7 @@ class Services:
     peers: Peers = field(default_factory=Peers)
     recorded_usage: RecordedUsage | None = None
     usage: UsageLedger = field(default_factory=UsageLedger)
+    prices: Prices = field(default_factory=dict)
     usage_flush_s: float = 15.0
     max_queue_s: float | None = None
     max_running: Mapping[str, int] = field(default_factory=dict)

@@ -107,7 +107,7 @@ class Replica:
         self._requests = RequestBuilder(self._encoder, settings.base_models[base_model], context)
         flush_s = settings.usage_flush_s
         self._store = store.result()
-        self._metering = Metering(self._store, self._engine, base_model, flush_s)
+        self._metering = Metering(self._store, self._engine, base_model, flush_s, settings.prices)
 
     async def run_call(self, encoded: EncodedCall, gateway: str) -> AsyncIterator[Refusal | None]:
         """Answer one call; its gateway reads the answer from `response_stream`.

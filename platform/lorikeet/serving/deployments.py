@@ -40,7 +40,7 @@ from lorikeet.serving.freed_memory import trim_freed_memory
 from lorikeet.serving.peers import ServePeers
 from lorikeet.serving.replica_calls import broadcast_all
 from lorikeet.settings import Settings
-from lorikeet.usage.month_tokens import MonthTokens
+from lorikeet.usage.month_usage import MonthUsage
 from lorikeet_engine.adapter_format import AdapterLimits, AdapterMemory
 from lorikeet_engine.errors import EngineClosed, EngineError
 
@@ -225,7 +225,8 @@ class Gateway:
                 adapter_memory=adapter_memory,
                 name=name,
                 peers=self._peers,
-                recorded_usage=MonthTokens(store),
+                recorded_usage=MonthUsage(store),
+                prices=settings.prices,
                 usage_flush_s=settings.usage_flush_s,
                 max_queue_s=settings.max_queue_s,
                 max_running=_max_running(settings),

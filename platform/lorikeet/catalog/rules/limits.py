@@ -20,6 +20,7 @@ LONGEST_KEY_NAME = 64  # characters
 HIGHEST_PRIORITY = 1000
 """Highest priority of a key or a pin; the lowest is -1000, the default 0."""
 LIGHTEST, HEAVIEST = 0.001, 1000.0
+_CHEAPEST, _DEAREST = 1e-6, 10**9
 _MOST_PATTERNS = 64
 _PATTERN = re.compile(r"[a-z0-9._*-]{1,64}")
 _PATTERN_OF_ANY = re.compile(r"([a-z0-9._*-]{1,64}/)?[a-z0-9._*-]{1,64}")
@@ -41,6 +42,7 @@ class TenantOptions(LimitOptions, total=False):
     """Options of a tenant; see TenantRecord."""
 
     tokens_per_month: int | None
+    cost_per_month: float | None
     weight: float
     max_adapters: int | None
     max_total_bytes: int | None
@@ -179,6 +181,9 @@ def _unmet(name: str, value: Any) -> str | None:
             return None if fine else f"-{HIGHEST_PRIORITY} to {HIGHEST_PRIORITY}"
         case "burst_s":
             return None if 1 <= value <= LONGEST_BURST_S else f"1 to {LONGEST_BURST_S} seconds"
+        case "cost_per_month":
+            fine = value is None or _CHEAPEST <= value <= _DEAREST
+            return None if fine else f"{_CHEAPEST:f} to {_DEAREST}, or none"
         case "name" | "expires" | "adapters":
             return None
         case _:
