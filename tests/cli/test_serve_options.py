@@ -16,8 +16,8 @@ from typer.testing import CliRunner, Result
 
 from lorikeet.cli import app
 from lorikeet.cli.serve.command import ServeCommand
+from lorikeet.cli.serve.environment import with_free_ports
 from lorikeet.cli.serve.options import flags
-from lorikeet.cli.serve.ports import with_free_ports
 from lorikeet.doctor.environment import check_ray_variables
 from lorikeet.doctor.finding import Severity
 from lorikeet.doctor.planned_start import PlannedStart

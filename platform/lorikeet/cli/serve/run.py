@@ -11,8 +11,7 @@ from typing import TextIO
 
 from lorikeet.cli.admin_client import AdminClient
 from lorikeet.cli.output import is_shown, say
-from lorikeet.cli.serve.environment import HTTP_HOST, make_ray_folder
-from lorikeet.cli.serve.ports import with_free_ports
+from lorikeet.cli.serve.environment import HTTP_HOST, make_ray_folder, with_free_ports
 from lorikeet.cli.serve.progress import StartProgress
 from lorikeet.cli.serve.running import hold_pid_file, note_ready
 from lorikeet.cli.serve.service_process import ServiceProcess, Terminated, raise_when_terminated
