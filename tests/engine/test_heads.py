@@ -7,7 +7,6 @@ from typing import Any
 import peft
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 
 from lorikeet_engine.adapter import Composition, Head, Problem
@@ -23,7 +22,7 @@ from lorikeet_engine.request import Request, SamplingParams
 from lorikeet_engine.residency.packed_image import PackedLayout
 from tests.engine.blob_shelf import BlobShelf
 from tests.engine.engine_driver import PAGE, Answers, RecordingRunner, build, greedy, prompt
-from tests.engine.peft_adapters import save_adapter
+from tests.engine.peft_adapters import classifier, save_adapter, save_head
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -51,29 +50,6 @@ CASES = [
     for family in FAMILIES
     for mode in MODES
 ]
-
-
-def save_head(checkpoint, folder, labels, seed=0, bias=False, **lora):
-    """Save a PEFT folder of a random classifier over a checkpoint, with a random head."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        base = classifier(checkpoint, labels)
-        if bias:
-            base.score = torch.nn.Linear(base.score.in_features, labels)
-        model = peft.get_peft_model(base, peft.LoraConfig(task_type="SEQ_CLS", **lora))
-        for name, weight in model.named_parameters():
-            if "lora_B" in name:
-                weight.data.normal_(0.0, 0.1)
-            if "modules_to_save" in name:
-                weight.data.normal_(0.0, 0.5)
-    model.save_pretrained(folder)
-    return folder
-
-
-def classifier(checkpoint, labels):
-    return transformers.AutoModelForSequenceClassification.from_pretrained(
-        checkpoint, num_labels=labels, dtype=torch.float32, attn_implementation="eager"
-    )
 
 
 @torch.inference_mode()

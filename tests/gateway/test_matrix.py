@@ -71,6 +71,10 @@ TENANTS: Mapping[Route, Callable[[str, str], tuple[str, Any]] | None] = {
         "/v1/messages/count_tokens",
         chat(model),
     ),
+    **{
+        ("POST", path): lambda model, _, path=path: (path, {"model": model, "input": "hello"})
+        for path in ("/v1/classify", "/v1/score", "/v1/pooling")
+    },
     ("GET", "/v1/models"): None,
     ("GET", "/v1/models/{model}"): lambda model, _: (f"/v1/models/{model}", None),
     ("GET", "/v1/requests/{request_id}"): lambda _, asked: (f"/v1/requests/{asked}", None),

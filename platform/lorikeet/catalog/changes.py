@@ -14,12 +14,13 @@ from lorikeet.catalog.records import Scope
 from lorikeet.catalog.rules.limits import KeyOptions, TenantOptions
 from lorikeet.parity.figures import Parity
 from lorikeet.request_defaults import RequestDefaults
-from lorikeet_engine.adapter import Residency, TouchedModules
+from lorikeet_engine.adapter import Head, Residency, TouchedModules
 
-SCHEMA = 2
+SCHEMA = 3
 """Newest format version; increased whenever an older reader could misread new entries.
 
-Schema 2 has invocation tokens, without which an activated LoRA would change whole prompts.
+Schema 2 has invocation tokens, without which an activated LoRA would change whole prompts. Schema
+3 has heads, without which a classification adapter would generate.
 """
 
 
@@ -119,6 +120,7 @@ class VersionRegistered(AdapterChange):
     trained_on: str | None = None
     invocation_tokens: tuple[int, ...] = ()
     parity: Parity | None = None
+    head: Head | None = None
     type: Literal["version_registered"] = "version_registered"
 
 
@@ -278,5 +280,7 @@ class Entry:
 
 def schema_of(changes: Iterable[Change]) -> int:
     """Return the oldest format version whose readers understand these changes."""
-    activated = (c for c in changes if isinstance(c, VersionRegistered) and c.invocation_tokens)
-    return SCHEMA if any(activated) else 1
+    versions = [change for change in changes if isinstance(change, VersionRegistered)]
+    if any(version.head is not None for version in versions):
+        return SCHEMA
+    return 2 if any(version.invocation_tokens for version in versions) else 1
