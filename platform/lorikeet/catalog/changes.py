@@ -16,11 +16,12 @@ from lorikeet.parity.figures import Parity
 from lorikeet.request_defaults import RequestDefaults
 from lorikeet_engine.adapter import Head, Residency, TouchedModules
 
-SCHEMA = 3
+SCHEMA = 2
 """Newest format version; increased whenever an older reader could misread new entries.
 
-Schema 2 has invocation tokens, without which an activated LoRA would change whole prompts. Schema
-3 has heads, without which a classification adapter would generate.
+Schema 2 has invocation tokens, without which an activated LoRA would change whole prompts, heads,
+without which a classification adapter would generate, the adapters of keys that infer, without
+which such a key could use all adapters, and budgets in money.
 """
 
 
@@ -280,7 +281,15 @@ class Entry:
 
 def schema_of(changes: Iterable[Change]) -> int:
     """Return the oldest format version whose readers understand these changes."""
-    versions = [change for change in changes if isinstance(change, VersionRegistered)]
-    if any(version.head is not None for version in versions):
-        return SCHEMA
-    return 2 if any(version.invocation_tokens for version in versions) else 1
+    restricts, pushes = False, False
+    for change in changes:
+        match change:
+            case VersionRegistered(invocation_tokens=tokens, head=head) if tokens or head:
+                return SCHEMA
+            case TenantOptionsSet(options={"cost_per_month": _}):
+                return SCHEMA
+            case KeyCreated(scopes=scopes):
+                pushes = pushes or Scope.PUBLISH in scopes
+            case KeyOptionsSet(options=options):
+                restricts = restricts or bool(options.get("adapters"))
+    return SCHEMA if restricts and not pushes else 1

@@ -28,13 +28,14 @@ from lorikeet.parity.figures import GapCause, Parity, Verdict
 from lorikeet.request_defaults import RequestDefaults
 from lorikeet_engine.adapter import Head, Problem, Residency, TouchedModules
 
-PARTITION_SCHEMA = 6
+PARTITION_SCHEMA = 5
 """Format version; increased whenever an older reader could misread new partitions."""
-READ_SCHEMAS = (2, 3, 4, 5, 6)
+READ_SCHEMAS = (2, 3, 4, 5)
 """Format versions that this release reads.
 
 Adapter versions lack `touches` in schema 2, lack trained tokens and `trained_on` in schemas 2 and
-3, lack invocation tokens and request defaults in schemas 2 to 4, and lack heads in schemas 2 to 5.
+3, and lack invocation tokens, heads and request defaults in schemas 2 to 4, where only publish keys
+have adapters. Releases that know no parity proofs ignore these.
 """
 
 Json = Any
