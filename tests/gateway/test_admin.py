@@ -26,7 +26,7 @@ def test_an_adapter_is_shown_with_its_versions(three_versions: Gateway) -> None:
     assert set(first) == {
         *("adapter", "version", "digest", "size_bytes", "max_rank", "base_model"),
         *("created", "retired", "aliases", "gpu_bytes", "touches", "trained_on"),
-        *("base_quantization", "base_warning", "defaults", "invocation_tokens", "parity"),
+        *("base_quantization", "base_warning", "defaults", "head", "invocation_tokens", "parity"),
     }
     assert first["touches"].keys() == {"linears", "layers", "min_rank", "parameters", "tokens"}
     assert (first["adapter"], first["aliases"]) == ("acme/support", ["prod"])
@@ -265,6 +265,10 @@ def test_status_does_not_wait_for_a_catalog_that_hangs(
         ("PATCH", "/tenants/acme", {"burst_s": 0.5}, 400, "burst_s"),
         ("POST", "/tenants/acme/keys", {"priority": 1001}, 400, "priority"),
         ("POST", "/tenants/acme/keys", {"tokens_per_month": 5}, 400, "tokens_per_month"),
+        ("POST", "/tenants/acme/keys", {"cost_per_month": 5}, 400, "cost_per_month"),
+        ("PATCH", "/tenants/acme", {"cost_per_month": 0}, 400, "cost_per_month"),
+        ("PATCH", "/tenants/acme", {"cost_per_month": 1e10}, 400, "cost_per_month"),
+        ("PATCH", "/tenants/acme", {"cost_per_month": "5"}, 400, "cost_per_month"),
         ("PATCH", "/tenants/acme", {"requests_per_hour": 1}, 400, "requests_per_hour"),
         ("PATCH", "/keys/key-none", {"max_context": 1}, 404, "id"),
         ("POST", "/keys/key-none/rotate", {}, 404, "id"),

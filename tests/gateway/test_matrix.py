@@ -44,6 +44,9 @@ OPEN: set[Route] = {
     ("GET", "/ui/{name}"),
 }
 
+POOLING = ("/v1/classify", "/v1/score", "/v1/pooling")
+"""Paths for adapters with a head. The matrix' adapter has none, so its owner gets a 400."""
+
 TENANTS: Mapping[Route, Callable[[str, str], tuple[str, Any]] | None] = {
     ("POST", "/v1/chat/completions"): lambda model, _: ("/v1/chat/completions", chat(model)),
     ("POST", "/v1/completions"): lambda model, _: (
@@ -72,6 +75,10 @@ TENANTS: Mapping[Route, Callable[[str, str], tuple[str, Any]] | None] = {
         "/v1/messages/count_tokens",
         chat(model),
     ),
+    **{
+        ("POST", path): lambda model, _, path=path: (path, {"model": model, "input": "hello"})
+        for path in POOLING
+    },
     ("GET", "/v1/models"): None,
     ("GET", "/v1/models/{model}"): lambda model, _: (f"/v1/models/{model}", None),
     ("GET", "/v1/requests/{request_id}"): lambda _, asked: (f"/v1/requests/{asked}", None),
@@ -229,6 +236,7 @@ class Keys:
         _, self.others_reading = make("globex", Scope.READ_ONLY)
         _, self.admins_reading = make(None, Scope.READ_ONLY)
         _, self.publishing = make("acme", Scope.PUBLISH, ("support",))
+        _, self.elsewhere = make("acme", Scope.INFER, ("other-*", "globex/*"))
         self.infer, self.others_infer = gateway.keys["acme"], gateway.keys["globex"]
         self.asked: dict[str, str] = {}
 
@@ -248,7 +256,7 @@ class Keys:
 
     def of_tenants(self) -> list[str]:
         """Valid keys of the tenants' plane."""
-        of_acme = [self.infer, self.reading, self.publishing]
+        of_acme = [self.infer, self.reading, self.publishing, self.elsewhere]
         return [*of_acme, self.others_infer, self.others_reading]
 
 
@@ -395,8 +403,8 @@ def test_publish_keys_push_only_the_names_they_allow(
     before = unchanged.catalog.reader.state.seq
     for key in keys.invalid():
         assert error_of(ask(method, at, key), 401)["code"] == "invalid_api_key"
-    of_others = keys.infer, keys.others_infer, unchanged.admin_key, keys.admins_reading
-    for key in of_others:
+    of_others = keys.infer, keys.elsewhere, keys.others_infer
+    for key in (*of_others, unchanged.admin_key, keys.admins_reading):
         assert error_of(ask(method, at, key), 403)["code"] == "forbidden"
     assert error_of(ask(method, other, keys.publishing), 403)["code"] == "forbidden"
     expected = (422, 404) if method == "PUT" else (404, 404)
@@ -451,7 +459,8 @@ def test_a_tenants_key_may_come_as_x_api_key(
         headers = {"x-api-key": key}
         return unchanged.request(method, at, bearer, json=body, more_headers=headers).status_code
 
-    assert status(keys.infer, None) == status(keys.infer, keys.infer) == 200
+    own = 400 if path in POOLING else 200
+    assert status(keys.infer, None) == status(keys.infer, keys.infer) == own
     assert status("lk_made-up", None) == status(keys.revoked, None) == 401
     assert status(keys.infer, keys.others_infer) == status(keys.others_infer, keys.infer) == 401
 
@@ -485,9 +494,33 @@ def test_other_tenants_resources_look_missing(
     assert len(unchanged.engines.calls) == asked
     at, body = make(hidden, keys.request_for(method, hidden))
     asked = len(unchanged.engines.calls)
-    assert ask(method, at, keys.infer, body).is_success
-    asks = method == "POST" and not path.endswith(("_tokens", "tokenize"))
+    assert ask(method, at, keys.infer, body).is_success != (path in POOLING)
+    asks = method == "POST" and not path.endswith(("_tokens", "tokenize", *POOLING))
     assert len(unchanged.engines.calls) == asked + asks
+
+
+@pytest.mark.parametrize("hidden", [*HIDDEN, "support", "tiny"])
+@pytest.mark.parametrize(("method", "path"), sorted(r for r, make in TENANTS.items() if make))
+def test_adapters_that_a_key_may_not_use_look_missing(
+    unchanged: Gateway, keys: Keys, ask: Ask, method: str, path: str, hidden: str
+) -> None:
+    make = TENANTS[method, path]
+    assert make is not None
+    if hidden not in repr(make(hidden, NO_REQUEST)):
+        pytest.skip("the route names no model")
+    asked = len(unchanged.engines.calls)
+    seen = []
+    for name in (hidden, "acme/nothing"):
+        at, body = make(name, NO_REQUEST)
+        seen.append(appearance(ask(method, at, keys.elsewhere, body), name))
+    assert seen[0][0] == 404
+    assert error_code(seen[0]) == error_code(seen[1])
+    assert len(unchanged.engines.calls) == asked
+
+
+def error_code(seen: tuple[int, list[tuple[str, str]], bytes]) -> bytes:
+    """Status and message of an answer's appearance."""
+    return b"%d %s" % (seen[0], seen[2])
 
 
 def appearance(answer: httpx.Response, name: str) -> tuple[int, list[tuple[str, str]], bytes]:

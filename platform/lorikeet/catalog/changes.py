@@ -14,12 +14,14 @@ from lorikeet.catalog.records import Scope
 from lorikeet.catalog.rules.limits import KeyOptions, TenantOptions
 from lorikeet.parity.figures import Parity
 from lorikeet.request_defaults import RequestDefaults
-from lorikeet_engine.adapter import Residency, TouchedModules
+from lorikeet_engine.adapter import Head, Residency, TouchedModules
 
 SCHEMA = 2
 """Newest format version; increased whenever an older reader could misread new entries.
 
-Schema 2 has invocation tokens, without which an activated LoRA would change whole prompts.
+Schema 2 has invocation tokens, without which an activated LoRA would change whole prompts, heads,
+without which a classification adapter would generate, the adapters of keys that infer, without
+which such a key could use all adapters, and budgets in money.
 """
 
 
@@ -119,6 +121,7 @@ class VersionRegistered(AdapterChange):
     trained_on: str | None = None
     invocation_tokens: tuple[int, ...] = ()
     parity: Parity | None = None
+    head: Head | None = None
     type: Literal["version_registered"] = "version_registered"
 
 
@@ -278,5 +281,15 @@ class Entry:
 
 def schema_of(changes: Iterable[Change]) -> int:
     """Return the oldest format version whose readers understand these changes."""
-    activated = (c for c in changes if isinstance(c, VersionRegistered) and c.invocation_tokens)
-    return SCHEMA if any(activated) else 1
+    restricts, pushes = False, False
+    for change in changes:
+        match change:
+            case VersionRegistered(invocation_tokens=tokens, head=head) if tokens or head:
+                return SCHEMA
+            case TenantOptionsSet(options={"cost_per_month": _}):
+                return SCHEMA
+            case KeyCreated(scopes=scopes):
+                pushes = pushes or Scope.PUBLISH in scopes
+            case KeyOptionsSet(options=options):
+                restricts = restricts or bool(options.get("adapters"))
+    return SCHEMA if restricts and not pushes else 1

@@ -1,13 +1,16 @@
 """Checks of the operating system: folders, ports, shared memory, open files."""
 
+import asyncio
 import os
 import shutil
 import socket
 from collections.abc import Iterator
 from pathlib import Path
 
+from lorikeet.addresses import port_is_free
 from lorikeet.doctor.finding import Finding, ok, problem, warning
 from lorikeet.doctor.planned_start import PlannedStart
+from lorikeet.gateway.audit import STDOUT
 from lorikeet.sizes import show_size
 
 
@@ -58,6 +61,42 @@ def check_load_from(planned: PlannedStart) -> Iterator[Finding]:
         )
 
 
+def check_audit_log(planned: PlannedStart) -> Iterator[Finding]:
+    """Check that the file of the audit stream, if there is one, can be written."""
+    name = planned.settings.audit_log
+    if name is None or name == STDOUT:
+        return
+    file = Path(name).absolute()
+    place = file if file.is_file() else file.parent
+    if not file.is_dir() and (file.is_file() or place.is_dir()) and os.access(place, os.W_OK):
+        yield ok("audit stream", f"{file} can be written")
+    else:
+        yield problem(
+            "audit stream",
+            f"LORIKEET_AUDIT_LOG={name} cannot be written: no gateway starts",
+            f"make the folder {file.parent} for this user, or set LORIKEET_AUDIT_LOG=stdout",
+        )
+
+
+def check_identity_provider(planned: PlannedStart) -> Iterator[Finding]:
+    """Check that the keys of the tokens' issuer, if there is one, can be read from here."""
+    issuer = planned.settings.oidc
+    if issuer is None:
+        return
+    from lorikeet.gateway.oidc_tokens import read_signing_keys
+
+    try:
+        count = len(asyncio.run(read_signing_keys(issuer.jwks)))
+    except Exception as error:  # whatever an address that holds no keys answers
+        yield warning(
+            "identity provider",
+            f"{issuer.jwks} cannot be read: {error!r}; until then tokens are refused",
+            "correct jwks in LORIKEET_OIDC, or let gateways reach it",
+        )
+    else:
+        yield ok("identity provider", f"{count} keys of {issuer.issuer}")
+
+
 def _existing(folder: Path) -> Path:
     """Return the folder, or its nearest parent that exists."""
     return next(each for each in (folder.absolute(), *folder.absolute().parents) if each.exists())
@@ -84,7 +123,7 @@ def check_ports(planned: PlannedStart) -> Iterator[Finding]:
         found = f"LORIKEET_ADMIN_ADDRESS={admin}: {why}"
         yield problem("ports", found, "give an address of this machine, such as 127.0.0.1:8001")
     wanted = {planned.http_port: "the public listener", admin.port: "the admin listener"}
-    taken = {port: what for port, what in wanted.items() if not _free(port)}
+    taken = {port: what for port, what in wanted.items() if not port_is_free(port)}
     for port, what in taken.items():
         fix = f"stop the process that listens there: `ss -ltnp 'sport = :{port}'`"
         if port == admin.port:
@@ -92,7 +131,7 @@ def check_ports(planned: PlannedStart) -> Iterator[Finding]:
         elif planned.makes_missing:
             fix += ", or choose another port with --port or PORT"
         yield problem("ports", f"{port}, for {what}, is taken: is the service running?", fix)
-    ray = [port for port in _RAY if not planned.makes_missing and not _free(port)]
+    ray = [port for port in _RAY if not planned.makes_missing and not port_is_free(port)]
     for port in ray:
         yield warning(
             "ports",
@@ -115,17 +154,6 @@ def _refusal(host: str) -> str | None:
     except OSError as error:
         return error.strerror
     return None
-
-
-def _free(port: int) -> bool:
-    """Whether no process listens on the port, at any address of this machine."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("", port))
-        except OSError:
-            return False
-    return True
 
 
 _RAY_SHARE = 0.3  # of the machine's memory, for Ray's object store

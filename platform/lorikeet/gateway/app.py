@@ -16,6 +16,7 @@ from lorikeet.errors import Unavailable
 from lorikeet.gateway.admin.registration import Registration
 from lorikeet.gateway.admin.routes import admin_routes
 from lorikeet.gateway.apis.openapi import openapi_routes
+from lorikeet.gateway.audit import AuditMiddleware, AuditStream
 from lorikeet.gateway.auth import RequestAuthenticator
 from lorikeet.gateway.batches.runner import BatchRunner
 from lorikeet.gateway.catalog_view import GatewayCatalogView
@@ -102,7 +103,7 @@ def create_app(services: Services) -> FastAPI:
         model_routes(services, authenticator, reads),
         response_routes(authenticator, rate_limiter, request_log, stored, read_limiter),
         file_routes(reads, files),
-        batch_routes(reads, files, services.batches, runner),
+        batch_routes(authenticator, reads, files, services.batches, runner),
         push_routes(pushes),
         openapi_routes(reads, with_vllm=services.load_from is not None),
         admin_routes(
@@ -125,16 +126,18 @@ def _application(
 ) -> FastAPI:
     """Build the application with its lifespan and middleware, but without its routes."""
     return _bare_application(
-        lambda _: _running(services, catalog_view, limit_sync, pipeline, runner)
+        lambda _: _running(services, catalog_view, limit_sync, pipeline, runner), services.audit
     )
 
 
 def _bare_application(
     lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]] | None = None,
+    audit: AuditStream | None = None,
 ) -> FastAPI:
     """Build an application with middleware alone.
 
     lifespan: context in which the application runs.
+    audit: stream of admins' changes; None: they are not written.
     """
     app = FastAPI(
         title="Lorikeet",
@@ -144,6 +147,8 @@ def _bare_application(
         telemetry={"tracing": False, "metrics": False, "logs": False, "auto_configure": False},
         redirect_slashes=False,
     )
+    if audit is not None:
+        app.add_middleware(AuditMiddleware, stream=audit)
     app.add_middleware(RequestMiddleware)
     add_error_handlers(app)
     return app
@@ -203,6 +208,8 @@ async def _running(
         services.encoders.close()
         if services.traces is not None:
             await services.traces.close()
+        if services.audit is not None:
+            services.audit.close()
 
 
 class RequestMiddleware:

@@ -19,11 +19,15 @@ from lorikeet.errors import StoreError
 from lorikeet.usage.ledger import UsageAccount, UsageByAccount, UsageCounts
 
 PREFIX = "usage/"
-SCHEMA = 1
+SCHEMA = 2
+"""Newest format version. Objects without costs and tokens of tier flex have version 1, which
+earlier releases read.
+"""
 
 _NUMBERS = tuple(each.name for each in fields(UsageCounts))
-_FLEX = attrgetter(*(name for name in _NUMBERS if name.startswith("flex_")))
-_PLAIN = tuple(name for name in _NUMBERS if not name.startswith("flex_"))
+_LATER = tuple(name for name in _NUMBERS if name == "cost" or name.startswith("flex_"))
+_FIRST = tuple(name for name in _NUMBERS if name not in _LATER)
+_later = attrgetter(*_LATER)
 _OBJECT = re.compile(r"usage/[0-9-]{10}/[0-9]{6}-([0-9a-f]{16})-([0-9]{6,})\.json")
 _COMPACTED = re.compile(r"usage/[0-9-]{10}/compacted-([0-9]{6,})\.json")
 
@@ -98,13 +102,14 @@ def compacted_number(key: str) -> int | None:
 
 def to_json(content: UsageContent) -> bytes:
     """Serialize the content of a usage object."""
-    # earlier releases cannot read the columns of tier flex, so only its users have these columns
-    names = _NUMBERS if any(map(any, map(_FLEX, content.use.values()))) else _PLAIN
+    later = any(any(_later(counts)) for counts in content.use.values())
+    names = _NUMBERS if later else _FIRST
     numbers = attrgetter(*names)  # astuple would copy deeply
-    rows = [[*account, *numbers(counts)] for account, counts in content.use.items()]
     columns = (*UsageAccount._fields, *names)
+    rows = [[*account, *numbers(counts)] for account, counts in content.use.items()]
+    schema = SCHEMA if later else 1
     return json.dumps(
-        {"schema": SCHEMA, "columns": columns, "rows": rows, "marks": dict(content.marks)},
+        {"schema": schema, "columns": columns, "rows": rows, "marks": dict(content.marks)},
         separators=(",", ":"),
     ).encode()
 

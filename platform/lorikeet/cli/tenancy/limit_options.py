@@ -11,6 +11,7 @@ import typer
 
 from lorikeet.cli.arguments import parse_bound, parse_bytes, parse_count, parse_duration
 from lorikeet.cli.output import print_table
+from lorikeet.prices import show_money
 from lorikeet.sizes import show_size
 
 T = TypeVar("T")
@@ -57,6 +58,13 @@ def parse_weight(text: str) -> float:
     """Parse a weight above 0. Raises typer.BadParameter."""
     if not re.fullmatch(r"[0-9]{1,6}(\.[0-9]{1,6})?", text) or float(text) <= 0:
         raise typer.BadParameter(f"{text!r}: want a number above 0, such as 2 or 0.5")
+    return float(text)
+
+
+def parse_money(text: str) -> float:
+    """Parse an amount of money above 0. Raises typer.BadParameter."""
+    if not re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,6})?", text) or float(text) <= 0:
+        raise typer.BadParameter(f"{text!r}: want an amount above 0, such as 250 or 99.50")
     return float(text)
 
 
@@ -144,6 +152,16 @@ TENANT_LIMIT_OPTIONS = (
         "--tokens-per-month",
         "Tokens a month",
         "Tokens a calendar month (UTC), such as 500M.",
+    ),
+    LimitOption(
+        "cost_per_month",
+        "--cost-per-month",
+        "AMOUNT|none",
+        parse_money,
+        show_money,
+        "Cost a month",
+        "Money a calendar month (UTC), by the prices of LORIKEET_PRICES, such as 250 or 99.50.",
+        _NO_LIMIT,
     ),
     LimitOption(
         "weight",

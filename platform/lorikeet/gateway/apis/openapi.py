@@ -16,6 +16,7 @@ from lorikeet.gateway.apis.anthropic_request import CountTokensRequest, Messages
 from lorikeet.gateway.apis.batch_request import BatchRequest
 from lorikeet.gateway.apis.chat_request import ChatRequest
 from lorikeet.gateway.apis.completion_request import CompletionRequest
+from lorikeet.gateway.apis.pool_request import ClassifyRequest, PoolingRequest, ScoreRequest
 from lorikeet.gateway.apis.responses_request import InputTokensRequest, ResponsesRequest
 from lorikeet.gateway.reads import TenantReads
 from lorikeet.gateway.vllm.requests import (
@@ -38,6 +39,7 @@ _REF = "#/components/schemas/{model}"
 _REQUESTS = (
     *(ChatRequest, CompletionRequest, ResponsesRequest, InputTokensRequest),
     *(MessagesRequest, CountTokensRequest, BatchRequest),
+    *(ClassifyRequest, ScoreRequest, PoolingRequest),
     *(LoadRequest, SkyrlLoadRequest, UnloadRequest, TokenizeRequest, DetokenizeRequest),
 )
 _ERRORS = {
@@ -144,6 +146,9 @@ def _generating() -> dict[str, Any]:
         f"{MESSAGES}/count_tokens": _generate(
             "Count the tokens of a message's prompt", "CountTokensRequest", _JSON, messages
         ),
+        "/v1/classify": _generate("Classify texts", "ClassifyRequest", _JSON),
+        "/v1/score": _generate("Score texts with a reward model", "ScoreRequest", _JSON),
+        "/v1/pooling": _generate("Compute a head's values", "PoolingRequest", _JSON),
     }
 
 

@@ -5,9 +5,17 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Query, Request
 
 from lorikeet.batch_store import WINDOW_S, BatchRecord, BatchStore
-from lorikeet.errors import InvalidInput, NotFound, RateLimited, UnsupportedParameter
+from lorikeet.errors import (
+    Forbidden,
+    InvalidInput,
+    NotFound,
+    RateLimited,
+    UnknownKey,
+    UnsupportedParameter,
+)
 from lorikeet.file_store import LIFETIME_S, FileStore, sortable_id
 from lorikeet.gateway.apis.batch_request import BatchRequest
+from lorikeet.gateway.auth import RequestAuthenticator
 from lorikeet.gateway.batches.runner import BatchRunner
 from lorikeet.gateway.body import read_json
 from lorikeet.gateway.generate import BATCH_ENDPOINTS
@@ -24,7 +32,11 @@ _FULL_S = 60.0
 
 
 def batch_routes(
-    reads: TenantReads, files: StoredFiles, batches: BatchStore | None, runner: BatchRunner | None
+    authenticator: RequestAuthenticator,
+    reads: TenantReads,
+    files: StoredFiles,
+    batches: BatchStore | None,
+    runner: BatchRunner | None,
 ) -> APIRouter:
     """Return the routes of batches. Each call counts as several reads.
 
@@ -44,8 +56,12 @@ def batch_routes(
     @router.post("")
     async def create_batch(request: Request) -> Json:
         async with reads.admitted(request, _READS) as caller:
-            body = await read_json(request, BatchRequest)
             tenant, key_id = caller.tenant.name, caller.key.id
+            try:
+                await authenticator.caller_of_batch(key_id)
+            except UnknownKey:
+                raise Forbidden("a token ends before a batch does: make it with a key") from None
+            body = await read_json(request, BatchRequest)
             made = await files.call(lambda kept: _create(store(), kept, tenant, key_id, body))
         wake()
         return made
