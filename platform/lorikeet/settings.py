@@ -26,6 +26,7 @@ from lorikeet.addresses import (
     parse_prefixes,
 )
 from lorikeet.errors import InvalidSetting
+from lorikeet.oidc_issuer import OidcIssuer, parse_oidc_issuer
 from lorikeet.prices import Price, parse_prices
 from lorikeet.sizes import parse_size
 
@@ -311,6 +312,12 @@ class Settings(BaseModel):
         description="where each gateway writes one line of JSON for each change that an admin's "
         "key asks for: a file of its machine, to which lines are appended, or stdout "
         "(operations.md); not set: nowhere",
+    )
+    oidc: Annotated[OidcIssuer | None, BeforeValidator(parse_oidc_issuer)] = Field(
+        None,
+        description="issuer of OpenID Connect tokens that are accepted beside keys, as "
+        "issuer=URL,audience=NAME,jwks=URL, and tenant=claim,roles=claim if these claims have "
+        "other names (tenants.md); not set: keys alone",
     )
     otlp_traces_endpoint: Annotated[str | None, BeforeValidator(parse_collector)] = Field(
         None,

@@ -3,6 +3,7 @@
 app.py                assembles the application from services.py and adds its middleware
 generate.py           steps of a generate request, in order: GenerateEndpoint
   auth.py             the key's tenant and the model's adapter, from catalog_view.py
+    oidc_tokens.py    tokens of an identity provider, as keys
   apis/               request schemas, each of which becomes a Call
   call_encoders.py    prompts as token ids, without blocking the event loop
   replica_response.py   the answer, passed on as it arrives, with observers

@@ -9,7 +9,14 @@ from starlette.requests import Request
 
 from lorikeet.catalog.records import AdapterRecord, KeyRecord, Scope, TenantRecord, secret_sha256
 from lorikeet.catalog.state import CatalogState, unknown_model
-from lorikeet.errors import EndedKey, Forbidden, InvalidInput, InvalidKey, Unavailable
+from lorikeet.errors import (
+    EndedKey,
+    Forbidden,
+    InvalidInput,
+    InvalidKey,
+    Unavailable,
+    UnknownTenant,
+)
 from lorikeet.gateway.basic_auth import as_bearer
 from lorikeet.gateway.catalog_view import GatewayCatalogView
 from lorikeet.gateway.pushing.pushed_versions import PushedVersions
@@ -87,7 +94,7 @@ class RequestAuthenticator:
 
         pushed: versions that are not yet in the catalog's log, but that requests can name already.
         """
-        self._base_models = services.base_models
+        self._base_models, self._oidc = services.base_models, services.oidc
         self._catalog_view, self._pushed = catalog_view, pushed
 
     async def caller(self, request: Request) -> Caller:
@@ -252,11 +259,19 @@ class RequestAuthenticator:
         key = await self._authenticate(request, scope)
         tenant = key.tenant
         assert tenant is not None
-        return Caller(await self._catalog_view.ask(lambda state: state.tenant(tenant)), key)
+        try:
+            return Caller(await self._catalog_view.ask(lambda state: state.tenant(tenant)), key)
+        except UnknownTenant as error:  # only a token can name one
+            raise Forbidden(f"this token's tenant is none here: {error.message}") from error
 
     async def _authenticate(self, request: Request, scope: Scope) -> KeyRecord:
         authorization = _authorization(request, scope)
         reading = request.method in ("GET", "HEAD")
+        token = None if self._oidc is None else _token(authorization)
+        if self._oidc is not None and token is not None:
+            of_token = await self._oidc.key_of(token, of_admin=scope is Scope.ADMIN)
+            request.state.key = of_token
+            return _scoped(of_token, scope, reading=reading)
 
         def check(state: CatalogState) -> KeyRecord:
             key: KeyRecord = _key(state, authorization, time.time())
@@ -307,6 +322,12 @@ def _authorization(request: Request, scope: Scope) -> str | None:
     if authorization.partition(" ")[2].strip() != api_key.strip():
         raise InvalidKey("`Authorization` and `x-api-key` name different keys: send one of the two")
     return authorization
+
+
+def _token(authorization: str | None) -> str | None:
+    """Return the JSON Web Token in an `Authorization: Bearer` header; None if there is none."""
+    kind, _, secret = (authorization or "").partition(" ")
+    return secret.strip() if kind.lower() == "bearer" and secret.count(".") == 2 else None
 
 
 def authenticate(

@@ -42,7 +42,8 @@ from lorikeet_engine.adapter_format import (
 )
 from lorikeet_engine.errors import ModelError
 
-if TYPE_CHECKING:  # its libraries are imported only where traces are exported
+if TYPE_CHECKING:  # their libraries are imported only where they are switched on
+    from lorikeet.gateway.oidc_tokens import OidcTokens
     from lorikeet.tracing.exporter import TraceExporter
 
 
@@ -207,6 +208,7 @@ class Services:
     files: store of files; None: files are not stored, and there are no batches.
     uses: adapters that this gateway's requests in flight use.
     audit: stream of admins' changes; None: no stream.
+    oidc: verifier of tokens that are accepted beside keys; None: keys alone.
     load_from: folder below which each tenant has a folder of its name, from which vLLM's endpoints
         load adapters; None: no such endpoints.
     """
@@ -239,6 +241,7 @@ class Services:
     files: FileStore | None = None
     uses: AdapterUses = field(default_factory=AdapterUses)
     audit: AuditStream | None = None
+    oidc: "OidcTokens | None" = None
     load_from: Path | None = None
 
 

@@ -44,7 +44,8 @@ from lorikeet.usage.month_usage import MonthUsage
 from lorikeet_engine.adapter_format import AdapterLimits, AdapterMemory
 from lorikeet_engine.errors import EngineClosed, EngineError
 
-if TYPE_CHECKING:  # OpenTelemetry is imported only if traces are exported
+if TYPE_CHECKING:  # their libraries are imported only where they are switched on
+    from lorikeet.gateway.oidc_tokens import OidcTokens
     from lorikeet.tracing.exporter import TraceExporter
 
 log = logging.getLogger(__name__)
@@ -237,6 +238,7 @@ class Gateway:
                 metrics_pages=partial(broadcast_all, [*engines.values(), controller], "metrics"),
                 responses=_responses(settings, store),
                 audit=_audit(settings, name),
+                oidc=_oidc(settings),
                 files=_files(settings, store),
                 load_from=settings.load_from,
             )
@@ -271,6 +273,14 @@ def _audit(settings: Settings, gateway: str) -> AuditStream | None:
             f"LORIKEET_AUDIT_LOG={settings.audit_log}: the file cannot be written ({error}): name "
             "one in a folder that exists, or stdout"
         ) from error
+
+
+def _oidc(settings: Settings) -> "OidcTokens | None":
+    if settings.oidc is None:
+        return None
+    from lorikeet.gateway.oidc_tokens import OidcTokens
+
+    return OidcTokens(settings.oidc)
 
 
 def _files(settings: Settings, store: ObjectStore) -> FileStore | None:
