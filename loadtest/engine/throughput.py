@@ -44,8 +44,9 @@ WORKS = (
     Work("128 adapters", 16, 256, 128),
 )
 
-ATTENTION = tuple(
-    Work(f"{count} on attention", 256, 128, count, on=Targets.ATTENTION) for count in (8, 128)
+OF_MIXTURES = (
+    *(Work(f"{count} on attention", 256, 128, count, on=Targets.ATTENTION) for count in (8, 128)),
+    *(Work(f"{count} shared outer", 256, 128, count, on=Targets.SHARED_OUTER) for count in (8, 32)),
 )
 """Works for mixtures of experts, whose adapters on experts take gigabytes; run only if named."""
 
@@ -135,7 +136,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.llama is not None and options.tensor_parallel > 1:
         parser.error("--llama: the rate of several GPUs is not predicted")
-    every = (*WORKS, *ATTENTION, zipf(options.population)) if options.rows else WORKS
+    every = (*WORKS, *OF_MIXTURES, zipf(options.population)) if options.rows else WORKS
     works = harness.chosen(parser, every, options.rows)
     facts = harness.facts(options.commit)
     arguments = harness.adapters_of(works, options.host_adapters) | harness.model_of(options)
