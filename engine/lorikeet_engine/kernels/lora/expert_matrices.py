@@ -23,7 +23,7 @@ def matrix_at(arena: tl.tensor, place: tl.tensor, expert: tl.tensor, size: tl.te
 
 @triton.jit  # type: ignore[untyped-decorator]
 def has_preceding_a(entry: tl.tensor, index: tl.tensor) -> tl.tensor:
-    """Whether a linear has the A of the preceding linear of its group.
+    """Return whether a linear has the A of the preceding linear of its group.
 
     entry: pointer to the linear's entry in LoraWeights.table; its rank is above 0.
     index: index of the linear in the group.
