@@ -5,7 +5,7 @@
 """
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -266,7 +266,7 @@ class ForwardPass:
     @property
     def has_grammar(self) -> bool:
         """Whether a grammar restricts a token sampled from this step."""
-        return any(sequence.matcher is not None for sequence in self.sequences)
+        return any(c.completes and c.sequence.matcher is not None for c in self.chunks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,7 +332,11 @@ def sample(
     allowed = allowed_tokens(grammars, sequences, logits, budget)
     for sequence in special.values():
         _count_tokens(sampler, sequence)
-    rows = [row for chunk in forward.chunks if chunk.completes for row in _rows(chunk)]
+    rows = list[SamplingRow]()
+    for chunk in forward.chunks:
+        if chunk.completes:
+            rows.append(_row(chunk.sequence))
+            rows += [_row(chunk.sequence, *draft) for draft in enumerate(chunk.drafted, 1)]
     counts = _logprobs_counts(special, LogprobsMode.RAW)
     logprobs = LogprobReadback(logits, counts) if counts else None
     allowed.forbid_others(logits)
@@ -381,12 +385,14 @@ def _logprobs_counts(sequences: Mapping[int, Sequence], mode: LogprobsMode) -> d
     }
 
 
-def _rows(chunk: Chunk) -> Iterator[SamplingRow]:
-    """Yield the sampling parameters of a chunk's rows of logits."""
-    sequence = chunk.sequence
-    params, length = sequence.request.sampling, sequence.output_length
-    for step, draft in enumerate((None, *chunk.drafted), length):
-        # stop ids below min_tokens; a grammar's mask forbids them itself
-        bans = step < params.min_tokens and sequence.matcher is None
-        banned = tuple(sequence.stop_ids) if bans else ()
-        yield SamplingRow(params, sequence.seed, step, banned, sequence.penalty_slot, draft)
+def _row(sequence: Sequence, ahead: int = 0, drafted: int | None = None) -> SamplingRow:
+    """Return the sampling parameters of a row of logits.
+
+    ahead: number of drafted tokens before the row's token.
+    drafted: the last of these tokens.
+    """
+    params, step = sequence.request.sampling, sequence.output_length + ahead
+    # stop ids below min_tokens; a grammar's mask forbids them itself
+    bans = step < params.min_tokens and sequence.matcher is None
+    banned = tuple(sequence.stop_ids) if bans else ()
+    return SamplingRow(params, sequence.seed, step, banned, sequence.penalty_slot, drafted)

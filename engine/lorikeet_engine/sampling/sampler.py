@@ -73,9 +73,9 @@ class Sampler:
                 processed.add(copies, chosen, dict(enumerate(changed)), rows)
             tokens.index_copy_(0, at, chosen)
             drafted = [rows[i].drafted for i in changed]
-            if drafted[0] is not None:  # behind a token that is not drafted, none counts
-                came = counted[at - 1] == upload(np.array(drafted, np.int64), logits.device)
-                chosen = torch.where(came, chosen, NOT_FINITE)
+            if drafted[0] is not None:  # tokens behind a rejected draft do not count
+                accepted = counted[at - 1] == upload(np.array(drafted, np.int64), logits.device)
+                chosen = torch.where(accepted, chosen, NOT_FINITE)
             counted.index_copy_(0, at, chosen)
             self.penalties.count(slots, chosen)
         return tokens
