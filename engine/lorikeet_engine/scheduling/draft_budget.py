@@ -153,9 +153,10 @@ class DraftBudget:
 def _draft_of(sequence: Sequence) -> _Draft | None:
     """Return the draft of a decoding sequence; None if it cannot have any.
 
-    Grammars force tokens themselves, and restrict each token by those before it.
+    Grammars force tokens themselves, and restrict each token by those before it. Sequences in the
+    background get only what others leave.
     """
-    if sequence.matcher is not None or not sequence.output_length:
+    if sequence.matcher is not None or sequence.background or not sequence.output_length:
         return None
     lookup, skipped = sequence.lookup or sequence.begin_lookup(), len(sequence.pending_rows)
     most = min(MOST_DRAFTED, sequence.max_tokens - sequence.output_length - 1)

@@ -19,6 +19,7 @@ class Predicting:
             acceptance=acceptance, predict=lambda most: list(range(100, 100 + most))
         )
         self.matcher, self.output_length, self.length = None, 5, length
+        self.background = False
         self.max_tokens, self.stop_ids = 5 + left, stop_ids
         self.pending_rows = [0] * pending
 
@@ -90,7 +91,7 @@ def test_the_token_that_is_not_read_yet_is_not_drafted():
     assert tokens == tuple(range(101, 101 + len(tokens)))
 
 
-def test_a_sequence_with_a_grammar_has_no_draft():
-    sequence = Predicting(0.95)
-    sequence.matcher = object()
-    assert drafted(sequence) == [0]
+def test_sequences_with_a_grammar_or_in_the_background_have_no_draft():
+    grammatical, background = Predicting(0.95), Predicting(0.95)
+    grammatical.matcher, background.background = object(), True
+    assert drafted(grammatical) == drafted(background) == [0]
