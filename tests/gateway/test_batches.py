@@ -90,6 +90,17 @@ async def stuck(call: Call) -> Items:
     yield Refusal("internal_error", "never")
 
 
+def test_a_batch_uses_only_the_adapters_of_its_key(gateway: Gateway) -> None:
+    _, gateway.keys["acme"] = gateway.catalog.create_key(
+        "acme", {Scope.INFER}, adapters=("support",), actor="test"
+    )
+    models = ("acme/support", "tiny")
+    batch = make(gateway, [line(model, chat(model)) for model in models])
+    shown = ended(gateway, batch)
+    counts = shown.request_counts
+    assert (shown.status, counts.completed, counts.failed) == ("completed", 1, 1)
+
+
 def test_openais_client_runs_a_batch(gateway: Gateway) -> None:
     names = [f"line {number}" for number in range(40)]
     batch = make(gateway, [line(name) for name in names], metadata={"for": "test"})
