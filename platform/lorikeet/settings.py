@@ -263,6 +263,12 @@ class Settings(BaseModel):
         "adapters and the prompt tokens beside decodes, but one adapter always runs; not set: no "
         "goal",
     )
+    speculation: Literal["off", "lookup"] = Field(
+        "off",
+        description="lookup: verify several tokens of an answer in one step, drafted from what "
+        "followed the same tokens earlier in its prompt or output; answers stay the same "
+        "(operations.md)",
+    )
     usage_flush_s: float = Field(
         15.0,
         gt=0,
@@ -288,6 +294,9 @@ class Settings(BaseModel):
         None,
         description="bytes of files that the catalog's store keeps for each tenant, input and "
         "output of batches; not set: there are no files and no batches",
+    )
+    open_batches: int = Field(
+        20, ge=1, description="batches of each tenant that have not ended, with files_bytes"
     )
     max_queue_s: float = Field(
         60.0,

@@ -102,6 +102,11 @@ class ApiRequest(Body):
         given = {name: value for name, value in defaults.items() if name in lacking}
         return self.model_copy(update=given) if given else self
 
+    @property
+    def is_flex(self) -> bool:
+        """Whether the request asks to be served with what others leave: service_tier "flex"."""
+        return getattr(self, "service_tier", None) == "flex"
+
     @abstractmethod
     def to_call(self, context: CallContext) -> Call:
         """Return the request as a Call."""
