@@ -77,11 +77,12 @@ def gateway(own_gateway: "Gateway") -> "Gateway":
 
 @pytest.fixture(scope="module")
 def unchanged(tmp_path_factory: pytest.TempPathFactory) -> Iterator["Gateway"]:
-    """Run a gateway like `gateway` that stores responses and has vLLM's endpoints, shared by tests
-    that change nothing in it.
+    """Run a gateway like `gateway` that stores responses and has vLLM's and Tinker's endpoints,
+    shared by tests that change nothing in it.
     """
     folder = tmp_path_factory.mktemp("unchanged")
-    with serving(folder, responses_lifetime_s=3600, load_from=folder / "shared") as running:
+    more = {"load_from": folder / "shared", "tinker": True}
+    with serving(folder, responses_lifetime_s=3600, **more) as running:
         yield running
 
 

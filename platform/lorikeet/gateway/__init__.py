@@ -10,6 +10,7 @@ generate.py           steps of a generate request, in order: GenerateEndpoint
 routes/, admin/       all other routes of tenants and admins
 parity.py             parity proofs of registered and pushed versions, by a replica
 pushing/              versions that trainers push: received, sent to all replicas, then recorded
+vllm/, tinker/        endpoints of other servers that trainers call, off unless switched on
 error_responses.py    every error as an HTTP response
 listeners.py          the tenants' listener and the admins' listener
 limit_sync.py         loop in which gateways agree on shares of limits

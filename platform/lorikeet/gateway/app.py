@@ -25,7 +25,8 @@ from lorikeet.gateway.error_responses import (
     internal_error_response,
     websocket_refusal,
 )
-from lorikeet.gateway.generate import generate_routes
+from lorikeet.gateway.generate import GenerateEndpoint, generate_routes
+from lorikeet.gateway.large_bodies import LargeBodies
 from lorikeet.gateway.limit_sync import LimitSync
 from lorikeet.gateway.pushing.push_pipeline import PushPipeline
 from lorikeet.gateway.pushing.routes import PushEndpoints, push_routes
@@ -38,6 +39,9 @@ from lorikeet.gateway.routes.responses import response_routes
 from lorikeet.gateway.routes.usage import UsageReports, usage_routes
 from lorikeet.gateway.services import Services
 from lorikeet.gateway.stored_responses import StoredResponses
+from lorikeet.gateway.tinker.requests import SampleRequest
+from lorikeet.gateway.tinker.routes import tinker_routes
+from lorikeet.gateway.tinker.sample_futures import SampleFutures
 from lorikeet.gateway.vllm.routes import VllmEndpoints, vllm_routes
 from lorikeet.gateway.vllm.tokens import token_routes
 from lorikeet.logs import log_unexpected
@@ -77,7 +81,8 @@ def create_app(services: Services) -> FastAPI:
     read_limiter = ReadLimiter()
     reads = TenantReads(authenticator, read_limiter)
 
-    app = _application(services, catalog_view, limit_sync, pipeline)
+    futures = SampleFutures(services.peers, services.gateways)
+    app = _application(services, catalog_view, limit_sync, pipeline, futures)
     stored = StoredResponses(services.responses, services.metrics)
     registration = Registration(services, catalog_view)
     of_pushes = Registration(services, catalog_view)  # own threads: uploads may hang at the store
@@ -89,13 +94,18 @@ def create_app(services: Services) -> FastAPI:
         vllm = VllmEndpoints(services, *parts, services.load_from)
         app.router.routes += vllm_routes(vllm).routes
         app.router.routes += token_routes(services, authenticator, reads).routes
+    if services.tinker:
+        sampling = GenerateEndpoint(SampleRequest, *checks, stored, read_limiter, LargeBodies())
+        app.router.routes += tinker_routes(services, authenticator, reads, sampling, futures).routes
     for router in (
         request_routes(reads, request_log),
         usage_routes(reads, usage),
         model_routes(services, authenticator, reads),
         response_routes(authenticator, rate_limiter, request_log, stored, read_limiter),
         push_routes(pushes),
-        openapi_routes(reads, with_vllm=services.load_from is not None),
+        openapi_routes(
+            reads, with_vllm=services.load_from is not None, with_tinker=services.tinker
+        ),
         admin_routes(
             services, authenticator, catalog_view, registration, request_log, usage, traffic
         ),
@@ -112,11 +122,12 @@ def _application(
     catalog_view: GatewayCatalogView,
     limit_sync: LimitSync,
     pipeline: PushPipeline,
+    futures: SampleFutures,
 ) -> FastAPI:
     """Build the application with its lifespan and middleware, but without its routes."""
     app = FastAPI(
         title="Lorikeet",
-        lifespan=lambda _: _running(services, catalog_view, limit_sync, pipeline),
+        lifespan=lambda _: _running(services, catalog_view, limit_sync, pipeline, futures),
         openapi_url=None,  # callers without a key learn nothing
         # FastAPI's telemetry would export exception messages, which may quote prompts.
         telemetry={"tracing": False, "metrics": False, "logs": False, "auto_configure": False},
@@ -150,6 +161,7 @@ async def _running(
     catalog_view: GatewayCatalogView,
     limit_sync: LimitSync,
     pipeline: PushPipeline,
+    futures: SampleFutures,
 ) -> AsyncGenerator[None, None]:
     await catalog_view.start()
     work = (catalog_view.follow(), catalog_view.keep(), limit_sync.run())
@@ -159,6 +171,7 @@ async def _running(
     try:
         yield
     finally:
+        await futures.close()
         await pipeline.close()
         for task in tasks:
             task.cancel()

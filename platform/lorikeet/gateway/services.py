@@ -203,6 +203,7 @@ class Services:
     uses: adapters that this gateway's requests in flight use.
     load_from: folder below which each tenant has a folder of its name, from which vLLM's endpoints
         load adapters; None: no such endpoints.
+    tinker: serve the sampling side of Tinker's API.
     """
 
     catalog: AdapterCatalog
@@ -231,6 +232,7 @@ class Services:
     responses: ResponseStore | None = None
     uses: AdapterUses = field(default_factory=AdapterUses)
     load_from: Path | None = None
+    tinker: bool = False
 
 
 def read_base_models(settings: Settings) -> dict[str, ServedModel]:

@@ -19,6 +19,7 @@ from starlette.types import ASGIApp
 from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.kept_view import KeptView
 from lorikeet.catalog.store.object_store import ObjectStore, open_store
+from lorikeet.error_shapes import TINKER
 from lorikeet.errors import LorikeetError, StoreError, StoreRefused
 from lorikeet.gateway.app import create_app
 from lorikeet.gateway.call_encoders import read_encoders
@@ -234,6 +235,7 @@ class Gateway:
                 metrics_pages=partial(broadcast_all, [*engines.values(), controller], "metrics"),
                 responses=_responses(settings, store),
                 load_from=settings.load_from,
+                tinker=settings.tinker,
             )
             self._trim = asyncio.create_task(trim_freed_memory())
             BoundedHttpProtocol.limit_connections(settings.max_connections)
@@ -247,7 +249,8 @@ class Gateway:
         app = create_app(self._services)
         self._admin_listener.open_with(app)
         paths = frozenset() if self._services.load_from is None else VLLM_PATHS
-        return PublicListener(app, self._most_requests, paths)
+        below = (TINKER,) if self._services.tinker else ()
+        return PublicListener(app, self._most_requests, paths, below)
 
 
 def _responses(settings: Settings, store: ObjectStore) -> ResponseStore | None:
