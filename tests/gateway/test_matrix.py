@@ -24,6 +24,7 @@ from lorikeet.gateway.services import Services
 from lorikeet.gateway.tinker import requests as tinker
 from lorikeet.gateway.vllm.requests import (
     DETOKENIZE,
+    GENERATE,
     LOAD,
     NO_OPS,
     QUESTIONS,
@@ -80,6 +81,10 @@ TENANTS: Mapping[Route, Callable[[str, str], tuple[str, Any]] | None] = {
     ("GET", "/v1/openapi.json"): None,
     ("POST", TOKENIZE): lambda model, _: (TOKENIZE, {"model": model, "prompt": "hello"}),
     ("POST", DETOKENIZE): lambda model, _: (DETOKENIZE, {"model": model, "tokens": [4, 5]}),
+    ("POST", GENERATE): lambda model, _: (
+        GENERATE,
+        {"model": model, "token_ids": [4, 5], "sampling_params": {}},
+    ),
     **{("GET", path): None for path in (tinker.CAPABILITIES, tinker.HEALTH)},
     ("GET", tinker.SAMPLER): lambda model, _: (
         tinker.SAMPLER.format(sampler_id=tinker.sampling_session_id(model)),
@@ -130,7 +135,7 @@ VLLMS: set[Route] = {
 
 SWITCHED: set[Route] = {
     *VLLMS,
-    *(("POST", path) for path in (TOKENIZE, DETOKENIZE)),
+    *(("POST", path) for path in (TOKENIZE, DETOKENIZE, GENERATE)),
     *TINKERS,
     *(route for route in TENANTS if route[1].startswith(TINKER)),
 }

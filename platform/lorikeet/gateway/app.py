@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from fastapi import FastAPI
 from starlette.datastructures import MutableHeaders
 from starlette.requests import ClientDisconnect
+from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lorikeet.error_shapes import ClientApi
@@ -42,6 +43,8 @@ from lorikeet.gateway.stored_responses import StoredResponses
 from lorikeet.gateway.tinker.requests import SampleRequest
 from lorikeet.gateway.tinker.routes import tinker_routes
 from lorikeet.gateway.tinker.sample_futures import SampleFutures
+from lorikeet.gateway.vllm.generate_request import InferenceRequest
+from lorikeet.gateway.vllm.requests import GENERATE
 from lorikeet.gateway.vllm.routes import VllmEndpoints, vllm_routes
 from lorikeet.gateway.vllm.tokens import token_routes
 from lorikeet.logs import log_unexpected
@@ -87,6 +90,7 @@ def create_app(services: Services) -> FastAPI:
     registration = Registration(services, catalog_view)
     of_pushes = Registration(services, catalog_view)  # own threads: uploads may hang at the store
     checks = services, authenticator, rate_limiter, request_log
+    bodies = LargeBodies()
     app.router.routes += generate_routes(*checks, stored, read_limiter)
     pushes = PushEndpoints(*checks, catalog_view, of_pushes, pipeline, read_limiter)
     if services.load_from is not None:
@@ -94,8 +98,10 @@ def create_app(services: Services) -> FastAPI:
         vllm = VllmEndpoints(services, *parts, services.load_from)
         app.router.routes += vllm_routes(vllm).routes
         app.router.routes += token_routes(services, authenticator, reads).routes
+        rollouts = GenerateEndpoint(InferenceRequest, *checks, stored, read_limiter, bodies)
+        app.router.routes.append(Route(GENERATE, rollouts, methods=["POST"]))
     if services.tinker:
-        sampling = GenerateEndpoint(SampleRequest, *checks, stored, read_limiter, LargeBodies())
+        sampling = GenerateEndpoint(SampleRequest, *checks, stored, read_limiter, bodies)
         app.router.routes += tinker_routes(services, authenticator, reads, sampling, futures).routes
     for router in (
         request_routes(reads, request_log),

@@ -44,6 +44,7 @@ MAX_MODEL_LENGTH = 2048
 _INT64 = 2**63 - 1
 
 Tokens = Annotated[int, Field(ge=1, le=INT32)]
+Seed = Annotated[int, Field(ge=-_INT64 - 1, le=_INT64)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 
 
@@ -183,7 +184,7 @@ class SampledRequest(OpenAIRequest):
     frequency_penalty: Penalty = 0.0
     repetition_penalty: RepetitionPenalty = 1.0
     logit_bias: Biases | None = None
-    seed: Annotated[int, Field(ge=-_INT64 - 1, le=_INT64)] | None = None
+    seed: Seed | None = None
     stop: Stop = ()
     stop_token_ids: list[TokenId] = Field(default=[], max_length=64)
     ignore_eos: bool = False

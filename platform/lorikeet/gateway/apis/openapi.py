@@ -20,8 +20,10 @@ from lorikeet.gateway.apis.responses_request import InputTokensRequest, Response
 from lorikeet.gateway.body import Body
 from lorikeet.gateway.reads import TenantReads
 from lorikeet.gateway.tinker import requests as tinker
+from lorikeet.gateway.vllm.generate_request import InferenceRequest
 from lorikeet.gateway.vllm.requests import (
     DETOKENIZE,
+    GENERATE,
     LOAD,
     NO_OPS,
     QUESTIONS,
@@ -42,7 +44,7 @@ _REQUESTS = (
     *(MessagesRequest, CountTokensRequest),
     *(LoadRequest, SkyrlLoadRequest, UnloadRequest, TokenizeRequest, DetokenizeRequest),
     *(tinker.SamplingSessionRequest, tinker.WeightsInfoRequest),
-    *(tinker.SampleRequest, tinker.FutureRequest),
+    *(tinker.SampleRequest, tinker.FutureRequest, InferenceRequest),
 )
 _ERRORS = {
     "400": "A field is wrong or not supported; `param` names the field.",
@@ -220,6 +222,7 @@ def _vllm() -> dict[str, Any]:
         UNLOAD: _generate("Unload an adapter", "UnloadRequest", _TEXT),
         TOKENIZE: _generate("Convert a prompt to token ids", "TokenizeRequest", _JSON),
         DETOKENIZE: _generate("Convert token ids to text", "DetokenizeRequest", _JSON),
+        GENERATE: _generate("Continue token ids", "InferenceRequest", _JSON),
         **{path: _get(path.strip("/"), "Describe the server") for path in QUESTIONS},
         **{path: {"post": _get(path.strip("/"), said)["get"]} for path, said in posts.items()},
     }

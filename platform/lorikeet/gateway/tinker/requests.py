@@ -15,7 +15,13 @@ from pydantic import (
 )
 
 from lorikeet.error_shapes import TINKER
-from lorikeet.gateway.apis.api_request import MAX_MODEL_LENGTH, ApiRequest, CallContext, Tokens
+from lorikeet.gateway.apis.api_request import (
+    MAX_MODEL_LENGTH,
+    ApiRequest,
+    CallContext,
+    Seed,
+    Tokens,
+)
 from lorikeet.gateway.apis.completion_request import CompletionRequest
 from lorikeet.gateway.apis.fields import (
     INT32,
@@ -159,7 +165,7 @@ class TinkerSampling(Body):
     """
 
     max_tokens: Tokens | None = None
-    seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
+    seed: Seed | None = None
     stop: (
         Annotated[
             Annotated[_StopIds, Tag("token_ids")] | Annotated[Stop, Tag("texts")],
