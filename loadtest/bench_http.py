@@ -73,8 +73,9 @@ def main() -> int:
 def measure(
     running: RunningService, stock: FilledCatalog, work: ServiceWork, given: argparse.Namespace
 ) -> dict[str, Any]:
-    """Measure one work through HTTP, after an uncounted round. Raises RuntimeError for an
-    incomplete answer.
+    """Measure one set of requests through HTTP, after an uncounted round.
+
+    Raises RuntimeError for an incomplete answer.
 
     stock: adapters and keys of the service.
     given: options of the command line.

@@ -7,10 +7,6 @@ timed, all with different prompts, so that the prefix cache holds none. The chec
 with a plain forward pass (plain.py). The engine has its LoRA path on in every row, and room on the
 GPU for the adapters of all rows, but at most 128. Prints a row for each work.
 
---llama takes Llama-3.1-8B's base row on the same kind of GPU, as a number or as the JSON file of
-its
-run: the base row of another dense model is then compared with the prediction of predicted.py.
-
 The Zipf row, which runs only if named, has its 1,000 adapters of rank 16 on the host: 84 GB of
 pinned memory. --population takes fewer on a machine with less memory.
 """
@@ -21,11 +17,8 @@ from statistics import median
 
 from loadtest.engine import harness, plain
 from loadtest.engine.offline import Run, Work, generate
-from loadtest.engine.predicted import WORK as PREDICTED
-from loadtest.engine.predicted import Roofline, predicted_tokens_per_s, read_llama
 from loadtest.engine.random_adapters import Targets, empty_device
 from lorikeet.simulator.workload_models import Zipf
-from lorikeet_engine.adapter_format import Quantization
 from lorikeet_engine.engine import Engine
 from lorikeet_engine.request import SamplingParams
 
@@ -69,8 +62,6 @@ class Row:
         share of the largest absolute logit.
     of_base: first greedy rate as a share of the base model's rate at these lengths; None if the
         base model was not measured before.
-    predicted_tokens_per_s: prediction for the base model; None if not requested.
-    of_predicted: first greedy rate as a share of the prediction.
     """
 
     work: Work
@@ -81,8 +72,6 @@ class Row:
     of_greedy: float
     shortfall: float
     of_base: float | None = None
-    predicted_tokens_per_s: float | None = None
-    of_predicted: float | None = None
 
 
 def measure(engine: Engine, work: Work, turns: int = TURNS) -> Row:
@@ -105,21 +94,12 @@ def measure(engine: Engine, work: Work, turns: int = TURNS) -> Row:
     )
 
 
-def measure_all(
-    engine: Engine,
-    works: Iterable[Work],
-    llama_tokens_per_s: float | None = None,
-    turns: int = TURNS,
-) -> list[Row]:
+def measure_all(engine: Engine, works: Iterable[Work], turns: int = TURNS) -> list[Row]:
     """Measure sets of requests in order; print each row as it is measured.
 
-    llama_tokens_per_s: rate of Llama-3.1-8B's row, for the prediction of the base model's rate.
     turns: number of greedy runs of each set, and of sampled runs.
     """
-    predicted = None
-    if llama_tokens_per_s is not None:
-        predicted = predicted_tokens_per_s(_roofline(engine), llama_tokens_per_s)
-    return harness.show(_rows(engine, works, predicted, turns))
+    return harness.show(_rows(engine, works, turns))
 
 
 def main() -> None:
@@ -129,42 +109,25 @@ def main() -> None:
     harness.add_rows(parser)
     parser.add_argument("--population", type=int, default=1000, help="adapters of the Zipf row")
     parser.add_argument("--room", type=int, default=ROOM, help="adapters that the GPU holds")
-    parser.add_argument(
-        "--llama", type=read_llama, help="base row of Llama-3.1-8B: tokens/s or JSON file"
-    )
     options = parser.parse_args()
-    if options.llama is not None and options.tensor_parallel > 1:
-        parser.error("--llama: the rate of several GPUs is not predicted")
     every = (*WORKS, *ATTENTION, zipf(options.population)) if options.rows else WORKS
     works = harness.chosen(parser, every, options.rows)
     facts = harness.facts(options.commit)
     arguments = harness.adapters_of(works, options.host_adapters) | harness.model_of(options)
     arguments["room"] = min(arguments["room"], options.room)
     with harness.full_engine(**arguments) as engine:
-        rows = measure_all(engine, works, options.llama)
+        rows = measure_all(engine, works)
     harness.write(options.json, facts, **harness.about(options), throughput=rows)
 
 
-def _roofline(engine: Engine) -> Roofline:
-    settings, config = engine._settings, engine._runner.model.config
-    stored = config.quantized_linears
-    is_fp8 = Quantization.FP8 in (settings.rounding, stored and stored.format)
-    return Roofline(config, is_fp8, settings.kv_dtype == "fp8")
-
-
-def _rows(
-    engine: Engine, works: Iterable[Work], predicted: float | None, turns: int
-) -> Iterator[Row]:
+def _rows(engine: Engine, works: Iterable[Work], turns: int) -> Iterator[Row]:
     base: dict[tuple[int, int], float] = {}
     for work in works:
         row = measure(engine, work, turns)
         lengths, rate = (work.prompt_tokens, work.output_tokens), row.tokens_per_s[0]
         if not work.adapters:
             base[lengths] = rate
-        row = replace(row, of_base=rate / base[lengths] if lengths in base else None)
-        if predicted is not None and work == PREDICTED:
-            row = replace(row, predicted_tokens_per_s=predicted, of_predicted=rate / predicted)
-        yield row
+        yield replace(row, of_base=rate / base[lengths] if lengths in base else None)
 
 
 def _step_ms(run: Run) -> float:

@@ -1,8 +1,8 @@
 """Service of one replica with many adapters, and realistic requests for the adapters.
 
-Shared by bench_goodput, bench_overload and bench_busy_host: arguments, settings, a service whose
-adapters have all been requested once, and Poisson arrivals with lengths of the Azure conversation
-trace and adapters chosen by Zipf's law.
+Shared by bench_goodput and bench_overload: arguments, settings, a service whose adapters have all
+been requested once, and Poisson arrivals with lengths of the Azure conversation trace and adapters
+chosen by Zipf's law.
 """
 
 import argparse

@@ -2,6 +2,7 @@
 
 import ipaddress
 import re
+import socket
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -86,3 +87,14 @@ def public_port(environ: Mapping[str, str]) -> int:
     if not (text.isascii() and text.isdigit() and 0 < int(text) < 2**16):
         raise InvalidSetting(f"PORT={text!r}: want a port, an integer from 1 to 65535")
     return int(text)
+
+
+def port_is_free(port: int) -> bool:
+    """Whether no process listens on the port, at any address of this machine."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError:
+            return False
+    return True

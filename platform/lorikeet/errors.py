@@ -316,7 +316,7 @@ class GenerationFailed(LorikeetError):
 
 
 class ReplicasLost(LorikeetError):
-    """Request with which two replicas were lost at once."""
+    """Two replicas were lost just after they had taken this request."""
 
     code = "replicas_lost"
 

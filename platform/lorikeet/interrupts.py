@@ -11,8 +11,7 @@ def killed_by_sigint() -> Iterator[None]:
     """Let SIGINT kill the process within the block, without a traceback, unless SIGINT is ignored
     or the program has a handler of its own.
 
-    A KeyboardInterrupt would print where the imports are, and would be lost if raised in a
-    callback.
+    A KeyboardInterrupt would print a traceback of the imports, and is lost if raised in a callback.
     """
     handled = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if not handled or threading.current_thread() is not threading.main_thread():

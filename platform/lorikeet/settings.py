@@ -26,6 +26,8 @@ from lorikeet.addresses import (
     parse_prefixes,
 )
 from lorikeet.errors import InvalidSetting
+from lorikeet.oidc_issuer import OidcIssuer, parse_oidc_issuer
+from lorikeet.prices import Price, parse_prices
 from lorikeet.sizes import parse_size
 
 PREFIX = "LORIKEET_"
@@ -272,12 +274,24 @@ class Settings(BaseModel):
         description="seconds between two writes of tenants' usage; a killed process loses no more "
         "than that",
     )
+    prices: Annotated[dict[str, Price], BeforeValidator(parse_prices)] = Field(
+        default={},
+        description="prices of a million tokens, as name=input/cached/output of base models and of "
+        "adapters (acme/support=0.3/0.06/1.2), separated by commas, in any currency: computed and "
+        "cached tokens of prompts, and tokens of answers (usage.md); an adapter without prices "
+        "has its base model's; not set: nothing costs",
+    )
     responses_lifetime_h: int | None = Field(
         None,
         ge=1,
         le=24 * 366,
         description="hours for which the catalog's store keeps responses, so that requests can "
         "name them as previous_response_id; not set: none is stored",
+    )
+    files_bytes: Bytes | None = Field(
+        None,
+        description="bytes of files that the catalog's store keeps for each tenant, input and "
+        "output of batches; not set: there are no files and no batches",
     )
     max_queue_s: float = Field(
         60.0,
@@ -295,6 +309,19 @@ class Settings(BaseModel):
         description="connections of clients that each HTTP listener of a process keeps open, fewer "
         "if its limit on open files (ulimit -n) leaves no more; beyond them the longest idle one "
         "is closed; more than the requests at once that you expect; read where Ray starts, too",
+    )
+    audit_log: str | None = Field(
+        None,
+        min_length=1,
+        description="where each gateway writes one line of JSON for each change that an admin's "
+        "key asks for: a file of its machine, to which lines are appended, or stdout "
+        "(operations.md); not set: nowhere",
+    )
+    oidc: Annotated[OidcIssuer | None, BeforeValidator(parse_oidc_issuer)] = Field(
+        None,
+        description="issuer of OpenID Connect tokens that are accepted beside keys, as "
+        "issuer=URL,audience=NAME,jwks=URL, and tenant=claim,roles=claim if these claims have "
+        "other names (tenants.md); not set: keys alone",
     )
     otlp_traces_endpoint: Annotated[str | None, BeforeValidator(parse_collector)] = Field(
         None,
@@ -317,6 +344,18 @@ class Settings(BaseModel):
     def most_engines(self) -> int:
         """Maximum number of replicas of all base models together."""
         return sum(map(self.most_replicas, self.base_models))
+
+    @field_validator("prices")
+    @classmethod
+    def _of_base_models(cls, value: dict[str, Price], given: ValidationInfo) -> dict[str, Price]:
+        models = given.data.get("base_models", {})
+        for name in value:
+            if "/" not in name and models and name not in models:
+                raise ValueError(
+                    f"{name} is no base model: there are {', '.join(sorted(models))}; adapters are "
+                    "named tenant/name"
+                )
+        return value
 
     @field_validator("max_replicas")
     @classmethod

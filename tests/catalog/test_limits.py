@@ -24,6 +24,7 @@ TERMS: dict[str, Any] = {
     "max_context": 8192,
     "bytes_per_min": 2**33,
     "tokens_per_month": 10**9,
+    "cost_per_month": 99.5,
     "weight": 2.0,
     "max_adapters": 20,
     "max_total_bytes": 2**31,
@@ -52,12 +53,13 @@ def test_every_option_survives_log_and_snapshots(
 ) -> None:
     catalog.create_tenant("full", actor="ann", **TERMS)
     limits = {name: value for name, value in TERMS.items() if name in Limits.__slots__}
-    of_key = {name: value for name, value in limits.items() if name != "tokens_per_month"}
+    of_key = {name: value for name, value in limits.items() if not name.endswith("_per_month")}
     key, _ = catalog.create_key(
         "full", [Scope.INFER], name="ci", expires=5000.0, priority=-1, actor="ann", **of_key
     )
     catalog.rotate_key(key.id, 60.0, actor="ann")
     catalog.create_key("full", [Scope.PUBLISH], adapters=("policy-*", "draft"), actor="ann")
+    catalog.create_key("full", [Scope.INFER], adapters=("policy-*", "lab/tone"), actor="ann")
     record = catalog.reader.state.tenant("full")
     assert record.limits == Limits(**limits)
     assert {name: getattr(record, name) for name in TERMS.keys() - limits} == {
@@ -221,6 +223,40 @@ def test_a_publish_key_may_push_only_adapters_that_match_its_patterns(
     ]
 
 
+def test_a_key_may_use_only_adapters_that_match_its_patterns(catalog: AdapterCatalog) -> None:
+    key, _ = catalog.create_key(
+        "acme", [Scope.INFER], adapters=("draft-*", "tone", "lab/*"), actor="ann"
+    )
+    labels = ["acme/draft-1", "acme/tone", "lab/tone", "acme/tones", "other/tone", "lab2/tone"]
+
+    assert [at for at in labels if key.may_use(*at.split("/"))] == labels[:3]
+    new, _ = catalog.rotate_key(key.id, 60.0, actor="ann")
+    assert [at for at in labels if new.may_use(*at.split("/"))] == labels[:3]
+    free, _ = catalog.create_key("acme", [Scope.INFER], actor="ann")
+    assert all(free.may_use(*at.split("/")) for at in labels)
+
+
+def test_older_readers_refuse_only_entries_that_they_would_misread(
+    catalog: AdapterCatalog, store: ObjectStore
+) -> None:
+    catalog.create_key("acme", [Scope.PUBLISH], adapters=("tone",), actor="ann")
+    catalog.create_key("acme", [Scope.INFER], name="free", actor="ann")
+    before = schemas(store)
+    key, _ = catalog.create_key("acme", [Scope.INFER], adapters=("tone",), actor="ann")
+    catalog.rotate_key(key.id, 60.0, actor="ann")
+
+    catalog.limit_tenant("acme", tokens_per_month=5, actor="ann")
+    catalog.limit_tenant("acme", cost_per_month=2.5, actor="ann")
+
+    assert set(before) == {1}
+    assert schemas(store) == [*before, 2, 2, 1, 2]
+
+
+def schemas(store: ObjectStore) -> list[int]:
+    """Schemas of the log's own entries, oldest first."""
+    return [json.loads(store.get(key))["schema"] for key in store.list("log/")]
+
+
 @pytest.mark.parametrize(
     ("tenant", "scopes", "adapters", "param"),
     [
@@ -228,11 +264,17 @@ def test_a_publish_key_may_push_only_adapters_that_match_its_patterns(
         ("acme", [Scope.PUBLISH], ("Policy",), "adapters"),
         ("acme", [Scope.PUBLISH], ("[a-z]",), "adapters"),
         ("acme", [Scope.PUBLISH, Scope.INFER], ("policy",), "scopes"),
+        ("acme", [Scope.PUBLISH], ("acme/policy",), "adapters"),
         (None, [Scope.PUBLISH], ("policy",), "scopes"),
-        ("acme", [Scope.INFER], ("policy",), "adapters"),
+        (None, [Scope.READ_ONLY], ("policy",), "adapters"),
+        ("acme", [Scope.INFER], ("Policy",), "adapters"),
+        ("acme", [Scope.INFER], ("",), "adapters"),
+        ("acme", [Scope.INFER], ("policy@prod",), "adapters"),
+        ("acme", [Scope.INFER], ("lab/tone/x",), "adapters"),
+        ("acme", [Scope.INFER], ("policy",) * 65, "adapters"),
     ],
 )
-def test_a_publish_key_needs_a_tenant_and_patterns_and_has_no_other_scope(
+def test_keys_with_unfit_scopes_and_patterns_of_adapters_are_refused(
     catalog: AdapterCatalog,
     tenant: str | None,
     scopes: list[Scope],

@@ -26,6 +26,7 @@ from lorikeet.catalog.reader import CatalogReader
 from lorikeet.catalog.store import s3
 from lorikeet.catalog.store.object_store import ObjectStore, open_store
 from lorikeet.errors import NotFound, ObjectNotFound, StoreError, StoreRefused
+from lorikeet.file_store import FileStore
 from lorikeet.response_store import ResponseStore, StoredResponse
 from tests.s3_proxy import proxied
 
@@ -411,6 +412,32 @@ def test_stored_responses_use_the_rights_that_the_documentation_gives_gateways(u
     (row,) = re.findall(r"^\| `lorikeet` \(gateways.*", KUBERNETES.read_text(), re.MULTILINE)
     assert "`s3:GetObject`, `s3:PutObject` and `s3:ListBucket` under the catalog's prefix" in row
     assert "`s3:DeleteObject` under `uploads/`, and under `responses/`" in row
+
+
+def test_files_in_a_bucket_need_only_rights_that_a_gateway_has(url: str, tmp_path: Path) -> None:
+    rights = set[tuple[str, str]]()
+
+    def note(request: BaseHTTPRequestHandler) -> bool:
+        place = re.search("/(files|file_contents)/acme/", request.path)
+        rights.add((request.command, place[1] if place else "list"))
+        return False
+
+    (tmp_path / "sent").write_bytes(b"lines")
+    with proxied(note):
+        files = FileStore(open_store(url), 10**6, time.time)
+        files.check_quota("acme", 5)
+        made = files.add("acme", tmp_path / "sent", "lines.jsonl", 3600)
+        assert files.page("acme", 10, None, "desc", None) == ([made], False)
+        assert files.download("acme", made.id, tmp_path / "read") == made
+        assert (tmp_path / "read").read_bytes() == b"lines"
+        files.delete("acme", made.id)
+        with pytest.raises(NotFound):
+            files.get("acme", made.id)
+    deleted = {place for command, place in rights if command == "DELETE"}
+    assert deleted == {"files", "file_contents"}
+    assert {command for command, _ in rights} == {"GET", "HEAD", "PUT", "DELETE"}
+    (row,) = re.findall(r"^\| `lorikeet` \(gateways.*", KUBERNETES.read_text(), re.MULTILINE)
+    assert "`files/` and `file_contents/` where files are" in row
 
 
 @pytest.fixture(scope="module")

@@ -35,6 +35,12 @@ def test_the_log_shows_changes_with_their_authors(lorikeet: Lorikeet, tmp_path: 
     assert "alias moved" in lorikeet.do("log", "--since", "1h")
 
 
+def test_the_log_shows_limits_with_their_values(lorikeet: Lorikeet) -> None:
+    lorikeet.catalog.limit_tenant("acme", max_adapters=7, actor="ann")
+    newest = lorikeet.run("log", "--limit", "1", COLUMNS="200").stdout
+    assert "acme max_adapters=7" in newest
+
+
 def test_list_and_show_can_show_a_past_state(lorikeet: Lorikeet, tmp_path: Path) -> None:
     register(lorikeet, tmp_path)
     register(lorikeet, tmp_path, "--promote", seed=1)

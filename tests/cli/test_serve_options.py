@@ -16,8 +16,8 @@ from typer.testing import CliRunner, Result
 
 from lorikeet.cli import app
 from lorikeet.cli.serve.command import ServeCommand
+from lorikeet.cli.serve.environment import with_free_ports
 from lorikeet.cli.serve.options import flags
-from lorikeet.cli.serve.ports import with_free_ports
 from lorikeet.doctor.environment import check_ray_variables
 from lorikeet.doctor.finding import Severity
 from lorikeet.doctor.planned_start import PlannedStart
@@ -38,6 +38,9 @@ OTHERWISE = {
     "generation_config": "none",
     "cache_dir": "/nvme/cache",
     "import_from": "s3://bucket/training",
+    "audit_log": "stdout",
+    "oidc": "issuer=https://id.example,audience=lorikeet,jwks=https://id.example/keys",
+    "prices": "acme/support=0.3/0.06/1.2",
     "otlp_traces_endpoint": "http://collector:4318",
     "traces_sampling_ratio": "0.25",
 }

@@ -29,8 +29,8 @@ def test_making_a_tenant_again_leaves_its_limits(lorikeet: Lorikeet) -> None:
 
 EVERY_LIMIT = """
     --requests-per-min 600 --tokens-per-min 1M --burst 30s --concurrent 8 --context 8192
-    --tokens-per-month 500M --adapters 20 --bytes 2GiB --pinned-bytes 1GiB --rank 32
-    --adapter-bytes 512MiB --weight 2
+    --tokens-per-month 500M --cost-per-month 99.50 --adapters 20 --bytes 2GiB
+    --pinned-bytes 1GiB --rank 32 --adapter-bytes 512MiB --weight 2
 """
 
 
@@ -44,6 +44,7 @@ def test_every_limit_is_set_shown_and_lifted(lorikeet: Lorikeet) -> None:
         "max_concurrent": 8,
         "max_context": 8192,
         "tokens_per_month": 500_000_000,
+        "cost_per_month": 99.5,
         "weight": 2.0,
         "max_adapters": 20,
         "max_total_bytes": 2 << 30,
@@ -52,7 +53,13 @@ def test_every_limit_is_set_shown_and_lifted(lorikeet: Lorikeet) -> None:
         "max_adapter_bytes": 512 << 20,
     }
     shown = lorikeet.do("tenants", "show", "acme")
-    for words in ("Tokens a minute 1M", "Tokens a month 500M", "Context 8192", "Weight 2"):
+    for words in (
+        "Tokens a minute 1M",
+        "Tokens a month 500M",
+        "Cost a month 99.5",
+        "Context 8192",
+        "Weight 2",
+    ):
         assert words in " ".join(said.split())
         assert words in " ".join(shown.split())
     assert "in use: 0," in shown
@@ -141,6 +148,15 @@ def test_a_publish_key_is_for_adapters_of_some_names(lorikeet: Lorikeet) -> None
     assert "publish policy-* draft" in lorikeet.do("keys", "list")
     refused = lorikeet.run("keys", "create", *words, "--read-only")
     assert (refused.exit_code, "want --publish with --tenant" in refused.stderr) == (2, True)
+
+
+def test_a_key_is_for_listed_adapters(lorikeet: Lorikeet) -> None:
+    words = ["--tenant", "acme", "--adapters", "draft,lab/*"]
+    key = json.loads(lorikeet.do("keys", "create", *words, "--json"))
+    assert (key["scopes"], key["adapters"]) == (["infer"], ["draft", "lab/*"])
+    assert "infer draft lab/*" in lorikeet.do("keys", "list")
+    refused = lorikeet.run("keys", "create", "--admin", "--adapters", "support")
+    assert (refused.exit_code, "want --adapters with --tenant" in refused.stderr) == (2, True)
 
 
 def test_a_key_is_rotated_with_overlap(lorikeet: Lorikeet) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lorikeet.cli.output import print_json
+from lorikeet.cli.output import print_json, spinner
 from tests.cli.conftest import Lorikeet
 from tests.cli.peft_folders import peft_folder
 
@@ -60,16 +60,14 @@ def test_json_cannot_control_a_terminal(capsys: pytest.CaptureFixture[str]) -> N
     assert said.count("\n") == 3
 
 
-def seen_by_jobs(ending: str) -> bytes:
-    """Return what a command prints of its stderr in a shell with jobs, on a terminal of its own.
+def shown_by(program: str, ending: str = "") -> bytes:
+    """Return the output of a Python program in a shell with jobs, on a terminal of its own.
 
     ending: ends the shell's command line, such as & for the background.
     """
-    command = f"{sys.executable} -c 'import sys; from lorikeet.cli.output import is_shown; "
-    command += "print(is_shown(sys.stderr))'"
     process, terminal = pty.fork()
     if not process:
-        os.execvp("bash", ["bash", "-c", f"set -m; {command} {ending}"])
+        os.execvp("bash", ["bash", "-c", f"set -m; {sys.executable} -c '{program}' {ending}"])
     said = b""
     while True:
         try:
@@ -83,4 +81,21 @@ def seen_by_jobs(ending: str) -> bytes:
 
 @pytest.mark.parametrize(("ending", "shown"), [("", b"True"), ("& wait", b"False")])
 def test_bars_are_for_a_terminals_foreground(ending: str, shown: bytes) -> None:
-    assert shown in seen_by_jobs(ending)
+    program = "import sys; from lorikeet.cli.output import is_shown; print(is_shown(sys.stderr))"
+    assert shown in shown_by(program, ending)
+
+
+@pytest.mark.parametrize(("quiet", "shown"), [(False, True), (True, False)])
+def test_a_spinner_is_shown_on_a_terminal_unless_quiet(quiet: bool, shown: bool) -> None:
+    program = f"""
+from lorikeet.cli.output import spinner
+with spinner("looking about", quiet={quiet}):
+    pass
+"""
+    assert (b"looking about" in shown_by(program.replace("'", '"'))) is shown
+
+
+def test_a_spinner_is_not_shown_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    with spinner("looking about", quiet=False):
+        pass
+    assert capsys.readouterr().err == ""

@@ -63,6 +63,17 @@ def test_json_is_the_whole_answer(lorikeet: Lorikeet, days: list[str]) -> None:
     assert [row["requests"] for row in said["data"]] == [1]
 
 
+def test_costs_are_a_column_where_tokens_have_prices(lorikeet: Lorikeet, days: list[str]) -> None:
+    assert "Cost" not in lorikeet.do("usage", "--from", days[0])
+    ledger = UsageLedger()
+    ledger.add(SUPPORT, UsageCounts(1, 10, 4, 2, cost=12_345_600_000_000))
+    assert UsageWriter(lorikeet.catalog.store, ledger, 60.0, lambda: None, time.time).flush()
+    said = lorikeet.do("usage", "--from", days[0], "--by", "tenant")
+    assert "Cost" in said
+    assert ["acme", "12.35"] in [line.split()[:2] for line in said.splitlines()]
+    assert ["globex", "0.00"] in [line.split()[:2] for line in said.splitlines()]
+
+
 def test_nothing_used_says_so(lorikeet: Lorikeet) -> None:
     assert "Nothing was used." in lorikeet.do("usage")
     assert lorikeet.do("usage", "--csv") == ""

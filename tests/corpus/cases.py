@@ -1,6 +1,6 @@
 """Cases drawn from the table of features: each feature once, and five hundred in all."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations, cycle
 from random import Random
@@ -54,6 +54,23 @@ class Case:
         """Return all pairs of features; the family and the rank count as features."""
         names = [self.family, f"r{self.rank}", *(feature.name for feature in self.features)]
         return set(combinations(names, 2))
+
+
+def cases_of(table: Iterable[tuple[tuple[Feature, ...], Sequence[str]]]) -> Iterator[Case]:
+    """Yield one case for each form of a table and each of its base models."""
+    number = 0
+    for features, families in table:
+        for family in families:
+            yield Case(family, RANKS[number % 5], features, number)
+            number += 1
+
+
+def each_form(cases: Iterable[Case]) -> list[Case]:
+    """Return one case for each form, of one of its base models in turn."""
+    forms: dict[tuple[str, ...], list[Case]] = {}
+    for case in cases:
+        forms.setdefault(tuple(feature.name for feature in case.features), []).append(case)
+    return [found[number % len(found)] for number, found in enumerate(forms.values())]
 
 
 def each_once() -> list[Case]:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
 
-from tests.corpus.draft import Draft
+from tests.corpus.draft import Draft, Tensors
 
 Build = Callable[[Draft], object]
 
@@ -45,3 +45,28 @@ class Feature:
         """Whether one adapter can have both features."""
         apart = self.axis not in other.excludes and other.axis not in self.excludes
         return self.axis != other.axis and apart
+
+
+def tool(name: str, build: Build, says: str = EQUAL) -> Feature:
+    """Return a feature of another trainer's files."""
+    return Feature(name, Axis.TOOL, build, says)
+
+
+def moved(change: Callable[[Tensors], Tensors]) -> Build:
+    """Replace an adapter's tensors."""
+    return lambda draft: draft.edit_weights(change)
+
+
+def renamed(old: str, new: str) -> Build:
+    """Rename an adapter's tensors."""
+    return lambda draft: draft.rename(lambda name: name.replace(old, new))
+
+
+def then(*builds: Build) -> Build:
+    """Build in order."""
+
+    def build(draft: Draft) -> None:
+        for each in builds:
+            each(draft)
+
+    return build

@@ -4,7 +4,7 @@ Which way round PEFT saves a parameter was seen by findings/peft_gpt_oss_orienta
 other trainers' forms name the version and file followed.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,10 +12,10 @@ from safetensors.torch import save_file
 
 from lorikeet_engine.adapter_format import MLX_WEIGHTS_FILE, WEIGHTS_FILE
 from tests.corpus.bases import LAYERS
-from tests.corpus.cases import RANKS, Case
+from tests.corpus.cases import cases_of
 from tests.corpus.draft import Draft, Tensors
-from tests.corpus.features import EQUAL, Axis, Build, Feature
-from tests.corpus.peft_training import save
+from tests.corpus.features import Build, Feature, renamed, then, tool
+from tests.corpus.peft_training import by_peft
 from tests.engine.moe_adapters import BOTH
 
 FAMILY = "gpt_oss"
@@ -29,16 +29,6 @@ Write = Callable[[str, str, torch.Tensor, torch.Tensor], Tensors]
 
 Takes the layer's path, the parameter's name, A [experts, rank, d_in] and B [experts, d_out, rank].
 """
-
-
-def _peft(name: str, says: str = EQUAL, **options: Any) -> Feature:
-    """Feature with an adapter that LoraConfig(**options) makes."""
-    options = {"target_modules": [], **options}
-    return Feature(name, Axis.TRAINING, lambda draft: save(draft, **options), says)
-
-
-def _tool(name: str, build: Build, says: str = EQUAL) -> Feature:
-    return Feature(name, Axis.TOOL, build, says)
 
 
 def _rewrite(draft: Draft, write: Write) -> None:
@@ -206,38 +196,28 @@ def _without(part: str) -> Build:
     )
 
 
-def _then(*builds: Build) -> Build:
-    def build(draft: Draft) -> None:
-        for each in builds:
-            each(draft)
-
-    return build
-
-
-def _renamed(old: str, new: str) -> Build:
-    return lambda draft: draft.rename(lambda name: name.replace(old, new))
-
-
 # Trained by PEFT itself.
 TRAINED: tuple[Feature, ...] = (
-    _peft("all-linear", target_modules="all-linear"),
-    _peft("all-linear and both parameters", target_modules="all-linear", target_parameters=BOTH),
-    _peft(
+    by_peft("all-linear", target_modules="all-linear"),
+    by_peft("all-linear and both parameters", target_modules="all-linear", target_parameters=BOTH),
+    by_peft(
         "experts of some layers",  # as OpenAI's and TRL's recipes for gpt-oss
         target_modules="all-linear",
         target_parameters=[f"{layer}.{parameter}" for layer in (0, 2) for parameter in BOTH],
     ),
-    _peft(
+    by_peft(
         "usual linears by name",
         target_modules=[*_ATTENTION, "gate_proj", "up_proj", "down_proj"],
         target_parameters=BOTH,
     ),
-    _peft("both parameters alone", target_parameters=BOTH),
-    _peft("gate_up_proj alone", target_parameters=BOTH[:1]),
-    _peft("down_proj alone", target_modules=["o_proj"], target_parameters=BOTH[1:]),
-    _peft("the router", target_parameters=[_ROUTER]),
-    _peft("the router and experts", target_modules=["v_proj"], target_parameters=[_ROUTER, *BOTH]),
-    _peft(
+    by_peft("both parameters alone", target_parameters=BOTH),
+    by_peft("gate_up_proj alone", target_parameters=BOTH[:1]),
+    by_peft("down_proj alone", target_modules=["o_proj"], target_parameters=BOTH[1:]),
+    by_peft("the router", target_parameters=[_ROUTER]),
+    by_peft(
+        "the router and experts", target_modules=["v_proj"], target_parameters=[_ROUTER, *BOTH]
+    ),
+    by_peft(
         "rsLoRA and patterns",
         target_modules=["q_proj"],
         target_parameters=BOTH,
@@ -245,51 +225,51 @@ TRAINED: tuple[Feature, ...] = (
         rank_pattern={"q_proj": 5},
         alpha_pattern={"q_proj": 3},
     ),
-    _peft("beside lm_head", target_modules=["lm_head", "embed_tokens"], target_parameters=BOTH),
-    _peft(
+    by_peft("beside lm_head", target_modules=["lm_head", "embed_tokens"], target_parameters=BOTH),
+    by_peft(
         "trained tokens",
         target_modules=["o_proj"],
         target_parameters=BOTH,
         trainable_token_indices=[5, 250],
     ),
-    _peft(
+    by_peft(
         "experts saved whole",
         "whole modules",
         target_modules=["q_proj"],
         modules_to_save=["experts"],
     ),
 )
-_WHOLE = _peft("attention and experts", target_modules=_ATTENTION, target_parameters=BOTH)
+_WHOLE = by_peft("attention and experts", target_modules=_ATTENTION, target_parameters=BOTH)
 # Forms of other trainers and releases, each of an adapter that PEFT has saved.
 FORMS: tuple[Feature, ...] = (
-    _tool("parameters turned", _turned),
-    _tool("parameters turned by PEFT 0.19.0", lambda d: (_turned(d), _release(d, "0.19.0"))),
-    _tool("PEFT 0.18.1", lambda draft: _release(draft, "0.18.1")),
-    _tool("Unsloth", _unsloth_now),
-    _tool("Unsloth's old order, noted", _unsloth_before(lora_B_layout="grouped_by_expert")),
-    _tool("Unsloth's old order", _unsloth_before(), "Unsloth before 2026.9.6"),
-    _tool("orders mixed", _unsloth_before(lora_B_layout="mixed"), "want rank_major"),
-    _tool("Unsloth's lists", _unsloth_lists),
-    _tool(
+    tool("parameters turned", _turned),
+    tool("parameters turned by PEFT 0.19.0", lambda d: (_turned(d), _release(d, "0.19.0"))),
+    tool("PEFT 0.18.1", lambda draft: _release(draft, "0.18.1")),
+    tool("Unsloth", _unsloth_now),
+    tool("Unsloth's old order, noted", _unsloth_before(lora_B_layout="grouped_by_expert")),
+    tool("Unsloth's old order", _unsloth_before(), "Unsloth before 2026.9.6"),
+    tool("orders mixed", _unsloth_before(lora_B_layout="mixed"), "want rank_major"),
+    tool("Unsloth's lists", _unsloth_lists),
+    tool(
         "Unsloth's lists without an expert",
-        _then(_unsloth_lists, _without("down_projs.3.")),
+        then(_unsloth_lists, _without("down_projs.3.")),
         "no weight is for it|none for expert 3",
     ),
-    _tool("Tinker", _tinker),
-    _tool("Tinker's export", _tinker_export),
-    _tool(
+    tool("Tinker", _tinker),
+    tool("Tinker's export", _tinker_export),
+    tool(
         "Tinker's export without an expert",
-        _then(_tinker_export, _without("experts.3.up_proj.")),
+        then(_tinker_export, _without("experts.3.up_proj.")),
         "no weight is for it|none for expert 3",
     ),
-    _tool("prime-rl", _prime),
-    _tool("MLX", _mlx),
-    _tool(
+    tool("prime-rl", _prime),
+    tool("MLX", _mlx),
+    tool(
         "a fused linear of each expert",
-        _then(_unsloth_lists, _renamed(".gate_up_projs.", ".gate_up_proj.")),
+        then(_unsloth_lists, renamed(".gate_up_projs.", ".gate_up_proj.")),
         "cannot be adapted|which it leaves out",
     ),
-    _tool("the wrapper of one parameter is lost", _without(".experts.base_layer."), "parameter"),
+    tool("the wrapper of one parameter is lost", _without(".experts.base_layer."), "parameter"),
 )
 
 
@@ -297,8 +277,12 @@ def _release(draft: Draft, release: str) -> None:
     draft.edit_config(peft_version=release)
 
 
-def gpt_oss_cases() -> Iterator[Case]:
-    """Yield one case for each form."""
-    table = [(feature,) for feature in TRAINED] + [(_WHOLE, form) for form in FORMS]
-    for number, features in enumerate(table):
-        yield Case(FAMILY, RANKS[number % 5], features, number)
+CASES = tuple(
+    cases_of(
+        (
+            *(((each,), (FAMILY,)) for each in TRAINED),
+            *(((_WHOLE, form), (FAMILY,)) for form in FORMS),
+        )
+    )
+)
+"""One case for each form."""

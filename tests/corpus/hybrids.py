@@ -5,19 +5,17 @@ Run on tiny bases, in a venv of their own, to see names and configs: PEFT 0.21.2
 build_lora_adapter. Builders of other trainers' forms name the version and file followed.
 """
 
-from collections.abc import Callable, Iterator
 from itertools import product
-from typing import Any
 
 import torch
 from safetensors.torch import save_file
 
 from lorikeet_engine.adapter_format import MLX_WEIGHTS_FILE, WEIGHTS_FILE
-from tests.corpus.cases import RANKS, Case
+from tests.corpus.cases import cases_of
 from tests.corpus.draft import Draft, Tensors
-from tests.corpus.features import EQUAL, Axis, Build, Feature
+from tests.corpus.features import Axis, Build, Feature, moved, then, tool
 from tests.corpus.names import PLACE, WRAPPING
-from tests.corpus.peft_training import EVERY_LINEAR, save
+from tests.corpus.peft_training import EVERY_LINEAR, by_peft, save
 from tests.engine.moe_adapters import BOTH
 
 DENSE, MIXED, NEXT = "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"
@@ -33,21 +31,8 @@ def _plain(draft: Draft) -> None:
     save(draft, target_modules="all-linear")
 
 
-def _peft(name: str, says: str = EQUAL, **options: Any) -> Feature:
-    """Feature with an adapter that LoraConfig(**options) makes."""
-    return Feature(name, Axis.TRAINING, lambda draft: save(draft, **options), says)
-
-
-def _tool(name: str, build: Build, says: str = EQUAL) -> Feature:
-    return Feature(name, Axis.TOOL, build, says)
-
-
-def _moved(change: Callable[[Tensors], Tensors]) -> Build:
-    return lambda draft: draft.edit_weights(change)
-
-
 def _added(shapes: dict[str, tuple[int, ...]]) -> Build:
-    return _moved(lambda t: t | {_PREFIX + name: torch.ones(s) for name, s in shapes.items()})
+    return moved(lambda t: t | {_PREFIX + name: torch.ones(s) for name, s in shapes.items()})
 
 
 def _as_three(draft: Draft) -> None:
@@ -99,14 +84,6 @@ def _tinker(draft: Draft) -> None:
     draft.edit_weights(split)
     names = {name.partition(".lora_")[0].rpartition(".")[2] for name in draft.tensors()}
     draft.edit_config(target_modules=sorted(names), rank_pattern={}, alpha_pattern={})
-
-
-def _then(*builds: Build) -> Build:
-    def build(draft: Draft) -> None:
-        for each in builds:
-            each(draft)
-
-    return build
 
 
 def _without(part: str, *, target: bool = False) -> Build:
@@ -264,7 +241,7 @@ _DRAFT_HEAD = {f"mtp.layers.0.self_attn.q_proj.lora_{side}.weight": (4, 64) for 
 _NO_LINEAR = "of a delta net or Mamba 2 cannot be adapted; train its linears alone"
 _QKV_APART = Feature("q, k and v apart", Axis.TRAINING, _as_three)
 _PLAIN = Feature("all-linear", Axis.TRAINING, _plain)
-_EVERY_LINEAR = _peft("every linear by name", target_modules=EVERY_LINEAR)
+_EVERY_LINEAR = by_peft("every linear by name", target_modules=EVERY_LINEAR)
 _ALONE = Feature(
     "attention and delta nets",
     Axis.TRAINING,
@@ -275,10 +252,10 @@ _ALONE = Feature(
 TRAINED: tuple[tuple[Feature, tuple[str, ...]], ...] = (
     (_PLAIN, ALL),
     (_ALONE, ALL),
-    (_peft("attention", target_modules=_ATTENTION), ALL),
-    (_peft("delta nets by an expression", target_modules=r".*\.linear_attn\.\w+_proj\w*"), ALL),
+    (by_peft("attention", target_modules=_ATTENTION), ALL),
+    (by_peft("delta nets by an expression", target_modules=r".*\.linear_attn\.\w+_proj\w*"), ALL),
     (
-        _peft(
+        by_peft(
             "gates of delta nets left out",
             target_modules="all-linear",
             exclude_modules=["in_proj_a", "in_proj_b", "in_proj_ba"],
@@ -286,7 +263,7 @@ TRAINED: tuple[tuple[Feature, tuple[str, ...]], ...] = (
         ALL,
     ),
     (
-        _peft(
+        by_peft(
             "rsLoRA and patterns",
             target_modules=[*_DELTA, "q_proj"],
             use_rslora=True,
@@ -295,30 +272,32 @@ TRAINED: tuple[tuple[Feature, tuple[str, ...]], ...] = (
         ),
         ALL,
     ),
-    (_peft("one layer", target_modules=[*_DELTA, "out_proj"], layers_to_transform=[0]), ALL),
-    (_peft("z without qkv", target_modules=["in_proj_z"]), (DENSE, MIXED)),
+    (by_peft("one layer", target_modules=[*_DELTA, "out_proj"], layers_to_transform=[0]), ALL),
+    (by_peft("z without qkv", target_modules=["in_proj_z"]), (DENSE, MIXED)),
     (
-        _peft("bare parameters", target_modules=["k_proj"], target_parameters=["out_proj.weight"]),
+        by_peft(
+            "bare parameters", target_modules=["k_proj"], target_parameters=["out_proj.weight"]
+        ),
         ALL,
     ),
-    (_peft("head and embeddings", target_modules=["out_proj", "lm_head", "embed_tokens"]), ALL),
-    (_peft("trained tokens", target_modules=["out_proj"], trainable_token_indices=[5, 250]), ALL),
-    (_peft("MLP", target_modules=["gate_proj", "up_proj", "down_proj"]), (DENSE,)),
-    (_peft("shared expert", target_modules=[*_SHARED, "shared_expert_gate"]), (MIXED, NEXT)),
+    (by_peft("head and embeddings", target_modules=["out_proj", "lm_head", "embed_tokens"]), ALL),
+    (by_peft("trained tokens", target_modules=["out_proj"], trainable_token_indices=[5, 250]), ALL),
+    (by_peft("MLP", target_modules=["gate_proj", "up_proj", "down_proj"]), (DENSE,)),
+    (by_peft("shared expert", target_modules=[*_SHARED, "shared_expert_gate"]), (MIXED, NEXT)),
     (_EVERY_LINEAR, (MIXED, NEXT)),
     (
-        _peft(
+        by_peft(
             "every linear by name, and experts",
             target_modules=EVERY_LINEAR,
             target_parameters=BOTH,
         ),
         (MIXED,),
     ),
-    (_peft("experts", target_modules=["o_proj"], target_parameters=BOTH), (MIXED, NEXT)),
-    (_peft("DoRA", target_modules=["in_proj_z", "q_proj", "up_proj"], use_dora=True), (DENSE,)),
-    (_peft("a convolution's LoRA", _NO_LINEAR, target_modules=["conv1d"], r=128), (DENSE,)),
+    (by_peft("experts", target_modules=["o_proj"], target_parameters=BOTH), (MIXED, NEXT)),
+    (by_peft("DoRA", target_modules=["in_proj_z", "q_proj", "up_proj"], use_dora=True), (DENSE,)),
+    (by_peft("a convolution's LoRA", _NO_LINEAR, target_modules=["conv1d"], r=128), (DENSE,)),
     (
-        _peft(
+        by_peft(
             "a convolution's parameter",
             _NO_LINEAR,
             target_modules=["q_proj"],
@@ -327,7 +306,7 @@ TRAINED: tuple[tuple[Feature, tuple[str, ...]], ...] = (
         ALL,
     ),
     (
-        _peft(
+        by_peft(
             "convolutions saved whole",
             "whole modules",
             target_modules=["q_proj"],
@@ -336,7 +315,7 @@ TRAINED: tuple[tuple[Feature, tuple[str, ...]], ...] = (
         ALL,
     ),
     (
-        _peft(
+        by_peft(
             "norms saved whole",
             "whole modules",
             target_modules=["q_proj"],
@@ -345,7 +324,7 @@ TRAINED: tuple[tuple[Feature, tuple[str, ...]], ...] = (
         ALL,
     ),
     (
-        _peft(
+        by_peft(
             "delta nets saved whole",
             "whole modules",
             target_modules=["q_proj"],
@@ -367,32 +346,32 @@ _CHOSEN = {
 }
 FORMS: tuple[tuple[Feature, Feature, tuple[str, ...]], ...] = (
     *((_ALONE, each, ALL) for each in (*PLACE, *WRAPPING) if each.name in _CHOSEN),
-    (_ALONE, _tool("Unsloth", _unsloth), ALL),
-    (_EVERY_LINEAR, _tool("Unsloth's every linear", _unsloth), (MIXED,)),
+    (_ALONE, tool("Unsloth", _unsloth), ALL),
+    (_EVERY_LINEAR, tool("Unsloth's every linear", _unsloth), (MIXED,)),
     *(
-        (_EVERY_LINEAR, _tool(f"{part} is lost", _without(part, target=True), _LOST), (MIXED,))
+        (_EVERY_LINEAR, tool(f"{part} is lost", _without(part, target=True), _LOST), (MIXED,))
         for part in ("shared_expert", "self_attn", "shared_expert.up_proj", "layers.0.")
     ),
     (
         _EVERY_LINEAR,
-        _tool(
+        tool(
             "experts are lost",
             lambda draft: draft.edit_config(target_modules=[*EVERY_LINEAR, "experts"]),
             _LOST,
         ),
         (MIXED,),
     ),
-    (_EVERY_LINEAR, _tool("experts of one layer are lost", _experts(1), _LOST), (MIXED,)),
+    (_EVERY_LINEAR, tool("experts of one layer are lost", _experts(1), _LOST), (MIXED,)),
     (
         _EVERY_LINEAR,
-        _tool("experts under another name", _experts(2, "mlp.routed_experts"), "cannot be adapted"),
+        tool("experts under another name", _experts(2, "mlp.routed_experts"), "cannot be adapted"),
         (MIXED,),
     ),
     (
         _EVERY_LINEAR,
-        _tool(
+        tool(
             "experts of full names are lost",
-            _then(_experts(2), _full_names, _without("mlp.experts.", target=True)),
+            then(_experts(2), _full_names, _without("mlp.experts.", target=True)),
             _LOST,
         ),
         (MIXED,),
@@ -401,63 +380,61 @@ FORMS: tuple[tuple[Feature, Feature, tuple[str, ...]], ...] = (
     # linears alone select the shared expert's in PEFT, and what remains is what PEFT would compute.
     (
         _EVERY_LINEAR,
-        _tool(
+        tool(
             "experts that no target names are lost",
-            _then(_experts(2), _without("mlp.experts.", target=True)),
+            then(_experts(2), _without("mlp.experts.", target=True)),
         ),
         (MIXED,),
     ),
-    (_EVERY_LINEAR, _tool("Megatron-Bridge without experts", _megatron), (MIXED,)),
-    (_ALONE, _tool("the vision tower beside it", _vision), ALL),
+    (_EVERY_LINEAR, tool("Megatron-Bridge without experts", _megatron), (MIXED,)),
+    (_ALONE, tool("the vision tower beside it", _vision), ALL),
     (
         _ALONE,
-        _tool("the vision tower alone", _vision_alone, "the vision part of the base model alone"),
+        tool("the vision tower alone", _vision_alone, "the vision part of the base model alone"),
         (DENSE,),
     ),
-    (_PLAIN, _tool("full names", _full_names), (DENSE,)),
-    (_ALONE, _tool("full names of two kinds of layers", _full_names), (MIXED, NEXT)),
-    (_ALONE, _tool("prime-rl", _prime), ALL),
-    (_ALONE, _tool("MLX", _mlx), ALL),
-    (_ALONE, _tool("Megatron-Bridge", _megatron), (DENSE, MIXED)),
+    (_PLAIN, tool("full names", _full_names), (DENSE,)),
+    (_ALONE, tool("full names of two kinds of layers", _full_names), (MIXED, NEXT)),
+    (_ALONE, tool("prime-rl", _prime), ALL),
+    (_ALONE, tool("MLX", _mlx), ALL),
+    (_ALONE, tool("Megatron-Bridge", _megatron), (DENSE, MIXED)),
     (
         _ALONE,
-        _tool(
+        tool(
             "Megatron-Bridge's whole in_proj", _megatron_next, "was trained for another base model"
         ),
         (NEXT,),
     ),
-    (_QKV_APART, _tool("Tinker", _tinker), (DENSE, MIXED)),
+    (_QKV_APART, tool("Tinker", _tinker), (DENSE, MIXED)),
     (
         _QKV_APART,
-        _tool("Tinker without k", _then(_tinker, _without("in_proj_k")), _TINKER_PART),
+        tool("Tinker without k", then(_tinker, _without("in_proj_k")), _TINKER_PART),
         (DENSE,),
     ),
     (
         _QKV_APART,
-        _tool(
-            "Tinker's k is lost", _then(_tinker, _without("in_proj_k", target=True)), _TINKER_PART
-        ),
+        tool("Tinker's k is lost", then(_tinker, _without("in_proj_k", target=True)), _TINKER_PART),
         (DENSE, MIXED),
     ),
     (
         _QKV_APART,
-        _tool(
+        tool(
             "Tinker's q, k and v are lost",
-            _then(_tinker, *(_without(f"in_proj_{p}", target=True) for p in "qkv")),
+            then(_tinker, *(_without(f"in_proj_{p}", target=True) for p in "qkv")),
             "no weight is for it",
         ),
         (DENSE,),
     ),
     (
         _QKV_APART,
-        _tool("Tinker of tied embeddings", _tinker_tied, "has the matrices of a head"),
+        tool("Tinker of tied embeddings", _tinker_tied, "has the matrices of a head"),
         (DENSE,),
     ),
-    (_ALONE, _tool("A_log beside it", _added({f"{_NET}.A_log": (4,)}), _NO_LINEAR), ALL),
-    (_ALONE, _tool("dt_bias beside it", _added({f"{_NET}.dt_bias": (4,)}), _NO_LINEAR), ALL),
+    (_ALONE, tool("A_log beside it", _added({f"{_NET}.A_log": (4,)}), _NO_LINEAR), ALL),
+    (_ALONE, tool("dt_bias beside it", _added({f"{_NET}.dt_bias": (4,)}), _NO_LINEAR), ALL),
     (
         _ALONE,
-        _tool(
+        tool(
             "the drafting head beside it",
             _added(_DRAFT_HEAD),
             "mtp.layers.* cannot be adapted|are not .rank",
@@ -467,20 +444,12 @@ FORMS: tuple[tuple[Feature, Feature, tuple[str, ...]], ...] = (
 )
 
 
-def hybrid_cases() -> Iterator[Case]:
-    """Yield one case for each form and base model."""
-    table = [((feature,), bases) for feature, bases in TRAINED]
-    table += [((trained, form), bases) for trained, form, bases in FORMS]
-    number = 0
-    for features, bases in table:
-        for family in bases:
-            yield Case(family, RANKS[number % 5], features, number)
-            number += 1
-
-
-def each_form() -> list[Case]:
-    """Return one case for each form, of one of its base models in turn."""
-    forms: dict[str, list[Case]] = {}
-    for case in hybrid_cases():
-        forms.setdefault(case.features[-1].name, []).append(case)
-    return [cases[number % len(cases)] for number, cases in enumerate(forms.values())]
+CASES = tuple(
+    cases_of(
+        (
+            *(((each,), bases) for each, bases in TRAINED),
+            *(((each, form), bases) for each, form, bases in FORMS),
+        )
+    )
+)
+"""One case for each form and base model."""

@@ -12,6 +12,7 @@ from peft.tuners.lora.eva import initialize_lora_eva_weights
 from peft.tuners.lora.loraga import preprocess_loraga
 
 from tests.corpus.draft import Draft
+from tests.corpus.features import EQUAL, Axis, Feature
 
 EVERY_LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 _SOME_LINEARS = ["q_proj", "down_proj"]
@@ -23,6 +24,11 @@ def save(draft: Draft, config: peft.PeftConfig | None = None, **options: Any) ->
         model = peft.get_peft_model(draft.base.model(), config or lora(draft, **options))
         grow(model)
         model.save_pretrained(draft.folder)
+
+
+def by_peft(name: str, says: str = EQUAL, **options: Any) -> Feature:
+    """Return the feature of an adapter that LoraConfig(**options) makes."""
+    return Feature(name, Axis.TRAINING, lambda draft: save(draft, **options), says)
 
 
 def lora(draft: Draft, **options: Any) -> peft.LoraConfig:

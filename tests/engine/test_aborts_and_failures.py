@@ -16,6 +16,7 @@ from tests.engine.hash_model import PAGE
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 LOAD_EVERY = 3  # steps between two pieces of loading
+STRIDES = [pytest.param(3, id="every third"), pytest.param(1, id="all", marks=pytest.mark.soak)]
 
 
 @pytest.fixture
@@ -94,9 +95,10 @@ def test_the_set_of_requests_passes_every_stage(make_checked):
     assert len(stages) == 6, stages
 
 
-def test_an_abort_at_any_step_changes_no_other_request(make_checked, steps):
+@pytest.mark.parametrize("stride", STRIDES)
+def test_an_abort_at_any_step_changes_no_other_request(make_checked, steps, stride):
     count, settings = steps
-    for step in range(count):
+    for step in range(0, count, stride):
         checked = make_checked(**settings)
         names = fill(checked)
         run(checked, until=step)
@@ -105,9 +107,10 @@ def test_an_abort_at_any_step_changes_no_other_request(make_checked, steps):
         checked.drain()
 
 
-def test_a_failure_at_any_step_fails_only_the_requests_of_that_step(make_checked, steps):
+@pytest.mark.parametrize("stride", STRIDES)
+def test_a_failure_at_any_step_fails_only_the_requests_of_that_step(make_checked, steps, stride):
     count, settings = steps
-    for step in range(count):
+    for step in range(0, count, stride):
         checked = make_checked(**settings)
         fill(checked)
         run(checked, until=step)

@@ -54,12 +54,11 @@ def world(request, tiny_checkpoints, tmp_path_factory):
 @pytest.mark.parametrize(
     "settings",
     [
-        {},
-        {"max_batch_tokens": 16},
-        {"kv_pages": 30, "max_context": 400},
-        {"tensor_parallel": 2},
+        pytest.param({}, id="at once", marks=pytest.mark.soak),
+        pytest.param({"max_batch_tokens": 16}, id="in chunks"),
+        pytest.param({"kv_pages": 30, "max_context": 400}, id="preempted", marks=pytest.mark.soak),
+        pytest.param({"tensor_parallel": 2}, id="on two ranks"),
     ],
-    ids=["at once", "in chunks", "preempted", "on two ranks"],
 )
 @pytest.mark.usefixtures("forked_followers")
 def test_adapters_equal_peft_in_one_batch(world, tmp_path, close_later, settings):

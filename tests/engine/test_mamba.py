@@ -95,13 +95,11 @@ def world(request, tiny_checkpoints, tmp_path_factory, every_linear):
 @pytest.mark.parametrize(
     "settings",
     [
-        {},
-        {"max_batch_tokens": 16},
-        {"kv_pages": 30, "max_context": 400},
-        {"tensor_parallel": 2},
-        {"overlap": False},
+        pytest.param({}, id="at once", marks=pytest.mark.soak),
+        pytest.param({"max_batch_tokens": 16, "overlap": False}, id="in chunks, step by step"),
+        pytest.param({"kv_pages": 30, "max_context": 400}, id="preempted", marks=pytest.mark.soak),
+        pytest.param({"tensor_parallel": 2}, id="on two ranks"),
     ],
-    ids=["at once", "in chunks", "preempted", "on two ranks", "step by step"],
 )
 @pytest.mark.usefixtures("forked_followers")
 def test_adapters_equal_peft_in_one_batch(world, tmp_path, close_later, settings):
@@ -111,6 +109,15 @@ def test_adapters_equal_peft_in_one_batch(world, tmp_path, close_later, settings
     assert len({tuple(tokens) for tokens in world.expected.values()}) == len(world.names)
 
 
+@pytest.mark.parametrize(
+    "world",
+    [
+        pytest.param(name, marks=[] if name == "nemotron_h" else [pytest.mark.soak])
+        for name in BASES
+    ],
+    indirect=True,
+    scope="module",
+)
 def test_requests_of_every_kind_answer_together_as_each_alone(world, tmp_path, close_later):
     """Forced tokens, draws, penalties, stop tokens and several choices, in chunks and preempted."""
     names = (None, "all", "mamba", world.names[2])

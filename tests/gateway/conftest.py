@@ -25,6 +25,7 @@ from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.records import Scope
 from lorikeet.catalog.store.local import LocalStore
 from lorikeet.catalog.store.object_store import ObjectStore
+from lorikeet.file_store import FileStore
 from lorikeet.gateway.app import create_app
 from lorikeet.gateway.call_encoders import CallEncoders
 from lorikeet.gateway.http_protocol import BoundedHttpProtocol
@@ -59,6 +60,7 @@ if TYPE_CHECKING:
 
 SHAPE = BaseShape("llama", 1, 8, 16, 2, 1, 4, vocabulary=24)
 WIDER = BaseShape("llama", 1, 16, 32, 4, 2, 4, vocabulary=24)
+FILES_BYTES = 10_000_000
 LIMITS = AdapterLimits(max_rank=4, max_bytes=100_000)
 Items = AsyncGenerator[StreamItem, None]
 
@@ -111,13 +113,14 @@ def serving(
 ) -> Iterator["Gateway"]:
     """Run a gateway.
 
-    clock: clock of stored responses, Unix seconds.
+    clock: clock of stored responses and files, Unix seconds.
     served: further base models, and others than the usual `tiny` and `wider`.
     """
     store = store or LocalStore(folder / "store")
     catalog = AdapterCatalog.init(store)
     if responses_lifetime_s is not None:
         services["responses"] = ResponseStore(store, responses_lifetime_s, clock)
+    services.setdefault("files", FileStore(store, FILES_BYTES, clock))
     engines = ReplayEngines()
     _, admin_key = catalog.create_key(None, {Scope.ADMIN}, actor="test")
     base_models = {

@@ -11,11 +11,13 @@ PINGS = {"type": "ping"}
 
 @cache
 def _type_of(name: str) -> TypeAdapter[Any]:
-    from openai.types import Completion, Model
+    from openai.types import Batch, Completion, FileObject, Model
     from openai.types.chat import ChatCompletion, ChatCompletionChunk
     from openai.types.responses import Response, ResponseStreamEvent
 
     known: dict[str, Any] = {
+        "Batch": Batch,
+        "FileObject": FileObject,
         "ChatCompletion": ChatCompletion,
         "ChatCompletionChunk": ChatCompletionChunk,
         "Completion": Completion,

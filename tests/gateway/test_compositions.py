@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from lorikeet.catalog.records import Scope
 from lorikeet.protocol.messages import AnswerHeader, Call, FinalUsage
 from lorikeet_engine.adapter import Composition, Residency
 from lorikeet_engine.request import EngineTimings, MemberLoad
@@ -109,6 +110,26 @@ def test_an_adapter_that_may_not_be_named_is_refused_by_name(gateway: Gateway, o
     assert error["code"] == "model_not_found"
     assert f"'{other}'" in error["message"]
     assert not gateway.engines.calls
+
+
+@pytest.mark.parametrize("api", APIS)
+def test_a_key_uses_and_sees_only_its_adapters(gateway: Gateway, api: str) -> None:
+    path, body = APIS[api]
+    patterns = ("to*", "globex/lent")
+    record, key = gateway.catalog.create_key("acme", {Scope.INFER}, adapters=patterns, actor="test")
+    assert record.adapters == patterns
+
+    def status(model: str) -> int:
+        return gateway.request("POST", path, key, json=body | {"model": model}).status_code
+
+    allowed = ["tone", "acme/tone@1", "globex/lent@prod", "acme/tone+globex/lent"]
+    assert [status(model) for model in allowed] == [200] * 4
+    hidden = ["domain", "acme/tone+domain", "globex/own", "acme/support@1", "tiny", "wider"]
+    assert [status(model) for model in hidden] == [404] * 6
+    assert [each["id"] for each in gateway.request("GET", "/v1/models", key).json()["data"]] == [
+        "acme/tone",
+        "globex/lent",
+    ]
 
 
 NINE = "+".join(f"acme/a{i}" for i in range(9))

@@ -13,6 +13,7 @@ from lorikeet.gateway.limit_sync import LimitSync
 from lorikeet.tenancy.limit_shares import LimitShares, Subject
 from lorikeet.tenancy.monthly_budget import MonthlyBudget
 from lorikeet.tenancy.rate_limiter import RateLimiter
+from lorikeet.usage.ledger import UsageCounts
 from tests.gateway.linked_peers import LinkedPeers, link
 from tests.waiting import until
 
@@ -81,8 +82,8 @@ class Written:
         self.failures = 3
         self.tokens = 0
 
-    def of(self, tenant: str) -> int:
-        return self.tokens
+    def of(self, tenant: str) -> UsageCounts:
+        return UsageCounts(output_tokens=self.tokens)
 
     def refresh(self) -> None:
         if self.failures:

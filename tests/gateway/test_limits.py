@@ -17,8 +17,10 @@ from lorikeet.answer_stream.openai_format import EventStream
 from lorikeet.catalog.records import Scope
 from lorikeet.errors import LimitStatus, StoreRefused, Unavailable
 from lorikeet.gateway.error_responses import error_response
+from lorikeet.prices import COST_UNITS, Price
 from lorikeet.protocol.messages import AnswerHeader, Call, FinalUsage, Refusal, RunningUsage
 from lorikeet.tenancy.rate_limiter import limit_headers
+from lorikeet.usage.ledger import UsageCounts
 from tests.gateway.conftest import (
     Gateway,
     Items,
@@ -234,8 +236,8 @@ class Written:
     def __init__(self, tokens: int) -> None:
         self.tokens = tokens
 
-    def of(self, tenant: str) -> int:
-        return self.tokens
+    def of(self, tenant: str) -> UsageCounts:
+        return UsageCounts(output_tokens=self.tokens)
 
     def refresh(self) -> None:
         pass
@@ -264,6 +266,32 @@ def test_a_used_up_budget_is_insufficient_quota(tmp_path: Path) -> None:
                 http_client=transport,
             ).chat.completions.create(**BODY)
         assert len(sent) == 1  # the client does not retry
+
+
+def test_a_budget_in_money_has_a_price_for_each_class_of_tokens(tmp_path: Path) -> None:
+    async def replay(call: Call) -> Items:
+        async for item in repeat(call):
+            if isinstance(item, bytes) and b"finish_reason" in item:
+                yield FinalUsage(100, 60, 10)
+            yield item
+
+    prices = {"tiny": Price(3_000_000, 1_000_000, 7_000_000)}
+    prices["acme/support"] = Price(*(10 * each for each in prices["tiny"]))
+    of_base = (40 * 3 + 60 * 1 + 10 * 7) * 1_000_000 / COST_UNITS
+    with serving(tmp_path, prices=prices) as gateway:
+        gateway.engines.replay = replay
+        gateway.register("acme/support", shared=True)
+        add(gateway, "small", cost_per_month=12 * of_base)
+        for model in ("acme/support", "tiny", "tiny"):
+            assert gateway.post(CHAT, BODY | {"model": model}, tenant="small").status_code == 200
+            assert eventually(lambda: in_flight(gateway) == 0)
+        refused = gateway.post(CHAT, BODY, tenant="small")
+        error = error_of(refused, 429)
+        assert error["code"] == "insufficient_quota"
+        assert (
+            "budget of 0.003 a month, by the service's prices, is used up until" in error["message"]
+        )
+        assert int(refused.headers["retry-after"]) > 0
 
 
 def test_a_call_has_its_scheduling_params(tmp_path: Path) -> None:

@@ -121,6 +121,17 @@ TINKERS: Mapping[Route, int] = {
 }
 """Status for a tenant that infers, by Tinker's routes that name no model."""
 
+FILES: Mapping[Route, Callable[[str], dict[str, Any]]] = {
+    ("POST", "/v1/files"): lambda _: UPLOAD,
+    ("GET", "/v1/files"): lambda _: {},
+    ("GET", "/v1/files/{file_id}"): lambda _: {},
+    ("GET", "/v1/files/{file_id}/content"): lambda _: {},
+    ("DELETE", "/v1/files/{file_id}"): lambda _: {},
+}
+"""Content of a request by tenants' route of files, from the id of a file."""
+
+UPLOAD = {"files": {"file": ("lines.jsonl", b"{}")}, "data": {"purpose": "batch"}}
+
 PUBLISHERS: set[Route] = {
     ("PUT", "/v1/adapters/{name}/versions/{digest}"),
     ("GET", "/v1/adapters/{name}/versions/{digest}"),
@@ -260,6 +271,7 @@ class Keys:
         _, self.others_reading = make("globex", Scope.READ_ONLY)
         _, self.admins_reading = make(None, Scope.READ_ONLY)
         _, self.publishing = make("acme", Scope.PUBLISH, ("support",))
+        _, self.elsewhere = make("acme", Scope.INFER, ("other-*", "globex/*"))
         self.infer, self.others_infer = gateway.keys["acme"], gateway.keys["globex"]
         self.asked: dict[str, str] = {}
 
@@ -279,7 +291,7 @@ class Keys:
 
     def of_tenants(self) -> list[str]:
         """Valid keys of the tenants' plane."""
-        of_acme = [self.infer, self.reading, self.publishing]
+        of_acme = [self.infer, self.reading, self.publishing, self.elsewhere]
         return [*of_acme, self.others_infer, self.others_reading]
 
 
@@ -335,7 +347,8 @@ def filled(path: str, keys: Keys) -> str:
 def test_every_route_is_in_the_matrix(unchanged: Gateway) -> None:
     parts = unchanged.catalog, {}, LIMITS
     admins = {(method, f"/admin/v1{path}") for method, path in ADMINS}
-    known = OPEN | TENANTS.keys() | TINKERS.keys() | PUBLISHERS | VLLMS | admins | SCRAPED
+    known = OPEN | TENANTS.keys() | TINKERS.keys() | FILES.keys()
+    known |= PUBLISHERS | VLLMS | admins | SCRAPED
     assert routes_of(Services(*parts, ReplayEngines())) == known - SWITCHED
     loading = Services(*parts, ReplayEngines(), load_from=unchanged.folder, tinker=True)
     assert routes_of(loading) == known
@@ -391,6 +404,34 @@ def test_tinkers_endpoints_are_for_keys_that_infer(
         assert ask(method, path, key, body).status_code == TINKERS[method, path]
 
 
+@pytest.mark.parametrize(("method", "path"), sorted(FILES))
+def test_files_are_for_their_own_tenant(
+    unchanged: Gateway, keys: Keys, method: str, path: str
+) -> None:
+    uploaded = unchanged.request("POST", "/v1/files", keys.infer, **UPLOAD).json()["id"]
+
+    def ask(key: str | None, file_id: str = uploaded) -> httpx.Response:
+        at = path.format(file_id=file_id)
+        return unchanged.request(method, at, key, **FILES[method, path](file_id))
+
+    for key in keys.invalid():
+        assert error_of(ask(key), 401)["code"] == "invalid_api_key"
+    for key in (unchanged.admin_key, keys.admins_reading, keys.publishing):
+        assert error_of(ask(key), 403)["code"] == "forbidden"
+    if "{" in path:
+        absent = "file-" + "0" * 24
+        for key in (keys.others_infer, keys.others_reading):
+            seen = [appearance(ask(key, one), one) for one in (uploaded, absent)]
+            assert seen[0] == seen[1]
+            may_not = method != "GET" and key == keys.others_reading
+            assert seen[0][0] == (403 if may_not else 404)
+    elif method == "GET":
+        assert uploaded not in ask(keys.others_infer).text
+        assert uploaded in ask(keys.infer).text
+    assert ask(keys.reading).status_code == (200 if method == "GET" else 403)
+    assert ask(keys.infer).is_success
+
+
 @pytest.mark.parametrize(("method", "path"), sorted(PUBLISHERS))
 def test_publish_keys_push_only_the_names_they_allow(
     unchanged: Gateway, keys: Keys, ask: Ask, method: str, path: str
@@ -399,8 +440,8 @@ def test_publish_keys_push_only_the_names_they_allow(
     before = unchanged.catalog.reader.state.seq
     for key in keys.invalid():
         assert error_of(ask(method, at, key), 401)["code"] == "invalid_api_key"
-    of_others = keys.infer, keys.others_infer, unchanged.admin_key, keys.admins_reading
-    for key in of_others:
+    of_others = keys.infer, keys.elsewhere, keys.others_infer
+    for key in (*of_others, unchanged.admin_key, keys.admins_reading):
         assert error_of(ask(method, at, key), 403)["code"] == "forbidden"
     assert error_of(ask(method, other, keys.publishing), 403)["code"] == "forbidden"
     expected = (422, 404) if method == "PUT" else (404, 404)
@@ -492,6 +533,30 @@ def test_other_tenants_resources_look_missing(
     assert ask(method, at, keys.infer, body).is_success
     asks = method == "POST" and not path.endswith(ASKING_NO_REPLICA)
     assert len(unchanged.engines.calls) == asked + asks
+
+
+@pytest.mark.parametrize("hidden", [*HIDDEN, "support", "tiny"])
+@pytest.mark.parametrize(("method", "path"), sorted(r for r, make in TENANTS.items() if make))
+def test_adapters_that_a_key_may_not_use_look_missing(
+    unchanged: Gateway, keys: Keys, ask: Ask, method: str, path: str, hidden: str
+) -> None:
+    make = TENANTS[method, path]
+    assert make is not None
+    if hidden not in repr(make(hidden, NO_REQUEST)):
+        pytest.skip("the route names no model")
+    asked = len(unchanged.engines.calls)
+    seen = []
+    for name in (hidden, "acme/nothing"):
+        at, body = make(name, NO_REQUEST)
+        seen.append(appearance(ask(method, at, keys.elsewhere, body), name))
+    assert seen[0][0] == 404
+    assert error_code(seen[0]) == error_code(seen[1])
+    assert len(unchanged.engines.calls) == asked
+
+
+def error_code(seen: tuple[int, list[tuple[str, str]], bytes]) -> bytes:
+    """Status and message of an answer's appearance."""
+    return b"%d %s" % (seen[0], seen[2])
 
 
 def appearance(answer: httpx.Response, name: str) -> tuple[int, list[tuple[str, str]], bytes]:

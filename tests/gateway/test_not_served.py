@@ -51,7 +51,7 @@ def test_a_field_that_is_not_served_is_refused_by_name(
 
 
 @pytest.mark.parametrize(
-    "path", ["embeddings", "files", "batches", "audio/speech", "images/generations", "moderations"]
+    "path", ["embeddings", "audio/speech", "images/generations", "moderations"]
 )
 def test_an_endpoint_that_is_not_served_is_refused_by_name(gateway: Gateway, path: str) -> None:
     answer = gateway.post(f"/v1/{path}", {"model": "tiny"})

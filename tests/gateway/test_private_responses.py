@@ -70,6 +70,12 @@ NAMING: Mapping[Named, Callable[[Stored], tuple[str, Any]]] = {
 NAMING_NOTHING: set[Named] = {
     ("GET", "/v1/models/{model}", "model"),  # tested by test_matrix.py
     *(  # the tenant's own, tested by test_matrix.py
+        (method, path, "file_id")
+        for path in ("/v1/files/{file_id}", "/v1/files/{file_id}/content")
+        for method in ("GET", "DELETE")
+        if (method, path) != ("DELETE", "/v1/files/{file_id}/content")
+    ),
+    *(  # the tenant's own, tested by test_matrix.py
         (method, "/v1/adapters/{name}/versions/{digest}", name)
         for method in ("GET", "PUT")
         for name in ("name", "digest")

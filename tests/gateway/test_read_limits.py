@@ -30,6 +30,7 @@ PARAMS = {
     "request_id": "0" * 32,
     "response_id": "resp_0",
     "name": "support",
+    "file_id": "file-" + "0" * 24,
     "session_id": "0" * 32,
     "sampler_id": sampling_session_id("tiny"),
 }

@@ -229,6 +229,21 @@ def test_other_tenants_adapters_are_unknown(gateway: Gateway, replica: ScriptedR
     assert error_of(answer, 404)["code"] == "model_not_found"
 
 
+def test_a_key_for_some_adapters_samples_these_alone(
+    gateway: Gateway, replica: ScriptedReplica
+) -> None:
+    given = {"adapters": ("support",), "actor": "test"}
+    _, key = gateway.catalog.create_key("acme", {Scope.INFER}, **given)
+    made = {"base_url": gateway.url, "api_key": f"tml-{key}"}
+    with tinker.ServiceClient(**made) as client:
+        sampler = client.create_sampling_client(model_path="tinker://support").result()
+        assert sampler.sample(INPUT, 1, params()).result().sequences
+        with pytest.raises(tinker.NotFoundError):
+            client.create_sampling_client(base_model="tiny").result()
+    listed = tinker.RestClient(**made).get_server_capabilities().result()
+    assert not listed.supported_models
+
+
 def test_the_served_base_models_are_listed(gateway: Gateway) -> None:
     rest = tinker.RestClient(base_url=gateway.url, api_key="tml-" + gateway.keys["acme"])
     listed = rest.get_server_capabilities().result().supported_models

@@ -18,6 +18,7 @@ SHARED = UsageAccount("globex", "tiny", "acme/support")
 NONE = {
     "cached_tokens": 0,
     "slot_s": 0.0,
+    "cost": 0.0,
     "loads": 0,
     "load_bytes": 0,
     "pushes": 0,
@@ -65,6 +66,13 @@ def test_an_admin_sees_each_adapter_of_each_tenant(used: Gateway) -> None:
     assert (shared["tenant"], shared["slot_s"]) == ("globex", 1.25)
     assert (shared["loads"], shared["load_bytes"]) == (1, 9)
     assert rows(used, "tenant=acme") == [base, support]
+
+
+def test_costs_are_in_the_currency_of_the_prices(gateway: Gateway) -> None:
+    write(gateway, SUPPORT, output_tokens=1, cost=150_000)
+    write(gateway, SUPPORT, output_tokens=1, cost=1_250_000_000_000)
+    ((of_admin,), (own,)) = rows(gateway, ""), rows(gateway, "", "acme")
+    assert of_admin["cost"] == own["cost"] == 1.25000015
 
 
 def test_an_unused_tenant_has_no_rows_and_an_unknown_one_is_an_error(

@@ -84,18 +84,6 @@ def test_refusals_behind_a_backlog_are_timed(bench):
     assert "accepted_then" in printed
 
 
-def test_a_busy_host_is_compared_with_a_quiet_one(bench):
-    sizes = ("--seconds=3", "--rate=2", "--repeats=1", "--pinned=16MiB")
-    printed, wrote = bench("loadtest.bench_busy_host", *ALONE, *FEW_ADAPTERS, *sizes)
-    rows = wrote["busy_host"]
-    assert [row["host"] for row in rows] == ["quiet", "spinning", "pinning", "both"]
-    assert len({row["requests"] for row in rows}) == 1
-    for row in rows:
-        assert row["gap_p99_of_quiet"] == pytest.approx(row["gap_p99"] / rows[0]["gap_p99"])
-        assert {"engines", "replicas", "gateways"} <= set(row["no_core"])
-    assert "first_p50_of_quiet" in printed
-
-
 def test_structured_streams_are_compared_with_plain_streams(bench):
     sizes = ("--checked=2", "--streams=4", "--tokens=24", "--rounds=2", "--repeats=1")
     printed, wrote = bench(

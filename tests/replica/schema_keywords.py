@@ -289,9 +289,15 @@ KEYWORDS = (*HELD, *IGNORED, *CHECKED, *WHOLE, *REFUSED)
 
 
 def table() -> str:
-    """Return the table of keywords in Markdown."""
-    rows = [f"| {keyword.name} | {' | '.join(keyword.fate.value)} |" for keyword in KEYWORDS]
-    return "\n".join(["| keyword | fate | with `strict: false` |", "|---|---|---|", *rows])
+    """Return the keywords in Markdown: a list of those that are held, and a table of the others."""
+    held = "; ".join(keyword.name for keyword in KEYWORDS if keyword.fate is Fate.HELD)
+    rows = [
+        f"| {keyword.name} | {' | '.join(keyword.fate.value)} |"
+        for keyword in KEYWORDS
+        if keyword.fate is not Fate.HELD
+    ]
+    head = ["| other keyword | fate | with `strict: false` |", "|---|---|---|"]
+    return "\n".join([f"Held: {held}.", "", *head, *rows])
 
 
 if __name__ == "__main__":

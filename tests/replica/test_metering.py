@@ -107,10 +107,15 @@ def settings(tmp_path_factory):
         "LORIKEET_CATALOG": str(root / "catalog"),
         "LORIKEET_CACHE_DIR": str(root / "cache"),
         "LORIKEET_USAGE_FLUSH_S": "0.2",
+        "LORIKEET_PRICES": f"{BASE}=0.15/0.03/0.6,quillon/rot13=3/1/9",
     }
     settings = Settings.from_env(given)
     fill_catalog(settings, root)
     return settings
+
+
+def billed(counts: UsageCounts) -> tuple[int, int, int]:
+    return counts.prompt_tokens, counts.cached_tokens, counts.output_tokens
 
 
 def used(settings) -> dict[UsageAccount, UsageCounts]:
@@ -162,6 +167,10 @@ def test_a_replica_writes_usage_regularly_and_at_close(settings):
     assert counted[base].prompt_tokens > 0
     assert counted[base].output_tokens >= 1
     assert counted[base].slot_s == counted[base].loads == 0
+    assert counted[base].cost == settings.prices[BASE].cost(*billed(counted[base])) > 0
+    own = f"{ref.tenant}/{ref.name}"
+    price = settings.prices.get(own, settings.prices[BASE])
+    assert adapter.cost == price.cost(*billed(adapter)) > 0
 
 
 def test_a_composition_is_billed_once_and_its_loads_by_adapter(settings):
@@ -191,6 +200,7 @@ def test_a_composition_is_billed_once_and_its_loads_by_adapter(settings):
     counted = used(settings)
     assert (counted[both].requests, counted[both].output_tokens) == (1, 8)
     assert counted[both].loads == counted[both].slot_s == 0
+    assert counted[both].cost == settings.prices["quillon/rot13"].cost(*billed(counted[both])) > 0
     for account in each:
         assert (counted[account].requests, counted[account].loads) == (0, 1)
         assert counted[account].slot_s > 0

@@ -316,18 +316,18 @@ def says_anything(call: Call) -> bool:
     return call.tools is not None and not call.tools.forced
 
 
+LINE_ENDS = ("", "\n", "\n\n")
 THOUGHTS = ("", "\nHm, {[\n", "<other> <tool_call> no", '{"name": "time"}', "a\n\n<think>b")
 
 
 def test_any_thinking_may_come_before_an_answer(thinker: Thinker) -> None:
     opened, closes = thinker.opened, thinker.closes
-    for call, answer in answers(thinker.syntax):
-        for thought in THOUGHTS:
+    for i, (call, answer) in enumerate(answers(thinker.syntax)):
+        for j, thought in enumerate(THOUGHTS):
             if not thinker.encoder.vocabulary.special.isdisjoint(thinker.ids(thought)):
                 continue  # special tokens are no thoughts
-            for line_ends in ("", "\n", "\n\n"):
-                text = f"{opened}{thought}{closes}{line_ends}{answer}"
-                assert thinker.allows(call, text), text
+            text = f"{opened}{thought}{closes}{LINE_ENDS[(i + j) % 3]}{answer}"
+            assert thinker.allows(call, text), text
 
 
 def test_an_answer_may_begin_at_once_unless_thinking_has_begun(thinker: Thinker) -> None:
@@ -385,7 +385,9 @@ def test_random_output_of_thinking_and_calls_is_parsed_as_its_grammar_allows(
     """Parsers and grammar agree on random answers."""
     call, dice = replace(CHAT, tools=USE), random.Random(0)
     thought = called = 0
-    for _ in range(30):
+    for turn in range(30):
+        if turn >= 10 and called > 1 and thought > 2:
+            break
         tokens = babble(thinker, thinker.matcher(call), dice)
         if tokens is None:
             continue

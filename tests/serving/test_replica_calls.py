@@ -4,9 +4,10 @@ import asyncio
 import gc
 
 import pytest
+from ray.exceptions import RayActorError
 from ray.serve.exceptions import DeploymentUnavailableError
 
-from lorikeet.serving.replica_calls import broadcast_with_failures
+from lorikeet.serving.replica_calls import broadcast_all, broadcast_with_failures
 
 
 class Slow:
@@ -64,3 +65,10 @@ def test_failures_of_calls_with_a_cancelled_caller_are_not_logged(caplog):
 
     asyncio.run(run())
     assert caplog.records == []
+
+
+def test_a_deployment_that_fails_is_logged_and_others_answer(caplog):
+    answers = asyncio.run(broadcast_all([Slow(RayActorError()), Slow()], "report"))
+    assert answers == ["held"]
+    (record,) = caplog.records
+    assert (record.message, record.method) == ("deployment_silent", "report")

@@ -6,9 +6,11 @@ import pytest
 
 from lorikeet.catalog.records import KeyRecord, Limits, TenantRecord
 from lorikeet.errors import InsufficientQuota, Overloaded, RateLimited
+from lorikeet.prices import COST_UNITS
 from lorikeet.tenancy.limit_shares import LimitShares
 from lorikeet.tenancy.monthly_budget import MonthlyBudget
 from lorikeet.tenancy.rate_limiter import RateLimiter, RateLimitHold
+from lorikeet.usage.ledger import NOTHING, UsageCounts
 from tests.tenancy.gateways import Clock, Gateway, agree, settled
 
 NONE = Limits()
@@ -285,11 +287,11 @@ def test_all_tenants_together_stay_within_max_requests(clock: Clock) -> None:
 
 class Written:
     def __init__(self) -> None:
-        self.tokens = 0
+        self.tokens = self.cost = 0
         self.readings = 0
 
-    def of(self, tenant: str) -> int:
-        return self.tokens if tenant == "acme" else 0
+    def of(self, tenant: str) -> UsageCounts:
+        return UsageCounts(output_tokens=self.tokens if tenant == "acme" else 0, cost=self.cost)
 
     def refresh(self) -> None:
         self.readings += 1
@@ -318,30 +320,52 @@ def test_a_budget_counts_recorded_usage_and_tokens_settled_since(clock: Clock) -
     gateway.enter(limits).release()
 
 
+def test_a_budget_in_money_counts_recorded_costs_and_those_settled_since(clock: Clock) -> None:
+    written = Written()
+    gateway = settled(clock, budget=MonthlyBudget(written, unseen_s=30))
+    limits = Limits(cost_per_month=1.25, tokens_per_month=10**9)
+    written.cost = COST_UNITS
+    hold = gateway.enter(limits, 50)
+    hold.settle(200, COST_UNITS // 4 - 1)
+    hold.release()
+    hold = gateway.enter(limits, 50)
+    hold.settle(1, 1)
+    hold.release()
+    with pytest.raises(
+        InsufficientQuota, match=r"budget of 1\.25 a month, by the service's prices"
+    ):
+        gateway.enter(limits)
+    gateway.enter(Limits(tokens_per_month=10**9)).release()
+
+
 def test_retry_after_of_a_used_up_budget_is_the_next_month(clock: Clock) -> None:
     clock.now = 1798761599.0  # the last second of 2026
     budget = MonthlyBudget(None, unseen_s=30)
-    budget.settle("acme", 10, clock())
+    budget.settle("acme", UsageCounts(prompt_tokens=4, output_tokens=6), clock())
+    with pytest.raises(InsufficientQuota, match="10 tokens a month is used up until 2027-01-01 00"):
+        budget.check("acme", Limits(tokens_per_month=10), clock())
     with pytest.raises(InsufficientQuota) as raised:
-        budget.check("acme", 10, clock())
+        budget.check("acme", Limits(tokens_per_month=10), clock())
     assert raised.value.retry_after_s == pytest.approx(1)
 
 
 def test_recorded_usage_is_read_only_while_a_tenant_has_a_budget(clock: Clock) -> None:
     budget = MonthlyBudget(Written(), unseen_s=30)
     assert not budget.due(clock())
-    budget.check("acme", 10, clock())
+    budget.check("acme", Limits(), clock())
+    assert not budget.due(clock())
+    budget.check("acme", Limits(tokens_per_month=10), clock())
     assert budget.due(clock())
     budget.was_read(clock())
-    budget.check("acme", 10, clock())
+    budget.check("acme", Limits(cost_per_month=10.0), clock())
     assert not budget.due(clock() + 1)
     assert budget.due(clock() + 60)
 
 
 def test_recorded_usage_is_read_though_the_systems_clock_went_back() -> None:
     class Nothing:
-        def of(self, tenant: str) -> int:
-            return 0
+        def of(self, tenant: str) -> UsageCounts:
+            return NOTHING
 
         def refresh(self) -> None:
             pass

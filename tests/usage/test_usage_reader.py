@@ -9,7 +9,7 @@ from lorikeet.errors import InvalidInput, StoreError
 from lorikeet.usage.compaction import compact_day
 from lorikeet.usage.day_reader import DayReader
 from lorikeet.usage.ledger import UsageCounts
-from lorikeet.usage.month_tokens import MonthTokens
+from lorikeet.usage.month_usage import MonthUsage
 from lorikeet.usage.object_format import (
     UsageContent,
     UsageObjectId,
@@ -143,14 +143,14 @@ def test_objects_compacted_during_a_read_count_once(store: ObjectStore) -> None:
 
 def test_a_new_month_begins_at_zero(store: ObjectStore) -> None:
     clock = Clock(NOON - 22 * DAY_S)  # the last of October
-    replica, month = Replica(store, clock), MonthTokens(store, clock)
+    replica, month = Replica(store, clock), MonthUsage(store, clock)
     replica.uses(SUPPORT, prompt_tokens=100, cached_tokens=50, output_tokens=5)
     replica.flush()
     month.refresh()
-    assert (month.of("acme"), month.of("globex")) == (105, 0)
+    assert (month.of("acme").tokens, month.of("globex").tokens) == (105, 0)
     clock.now = NOON
     month.refresh()
-    assert month.of("acme") == 0
+    assert month.of("acme").tokens == 0
     for now in (NOON - DAY_S, NOON):
         clock.now = now
         replica.uses(SUPPORT, prompt_tokens=1, output_tokens=2)
@@ -158,10 +158,10 @@ def test_a_new_month_begins_at_zero(store: ObjectStore) -> None:
         replica.flush()
     clock.now += 1000  # by then all days are listed again
     month.refresh()
-    assert (month.of("acme"), month.of("globex")) == (6, 14)
+    assert (month.of("acme").tokens, month.of("globex").tokens) == (6, 14)
 
 
-@pytest.mark.parametrize("data", [b"", b"[]", b'{"schema":2}', b'{"schema":1,"rows":[]}'])
+@pytest.mark.parametrize("data", [b"", b"[]", b'{"schema":3}', b'{"schema":1,"rows":[]}'])
 def test_a_damaged_object_raises_and_does_not_count_as_empty(
     data: bytes, store: ObjectStore
 ) -> None:

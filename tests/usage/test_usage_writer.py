@@ -1,5 +1,6 @@
 """Writer of usage: counted usage reaches the store exactly once."""
 
+import json
 import threading
 import time
 
@@ -56,6 +57,25 @@ def test_usage_of_several_replicas_adds_up_by_account(store: ObjectStore) -> Non
     assert total(store, clock) == {
         SUPPORT: UsageCounts(3, 111, 64, 11, 0.5, 1, 4096),
         BASE: UsageCounts(1, 5, 0, 1),
+    }
+
+
+def test_costs_add_up_exactly_and_only_objects_with_costs_need_a_newer_reader(
+    store: ObjectStore,
+) -> None:
+    clock = Clock()
+    replica = Replica(store, clock)
+    replica.uses(SUPPORT, requests=1, output_tokens=1)
+    replica.flush()
+    replica.uses(SUPPORT, requests=1, output_tokens=1, cost=10**15 + 1)
+    replica.uses(BASE, requests=1)
+    replica.flush()
+    schemas = [json.loads(store.get(key))["schema"] for key in objects(store)]
+    assert schemas == [1, 2]
+    assert b"cost" not in store.get(objects(store)[0])
+    assert total(store, clock) == {
+        SUPPORT: UsageCounts(requests=2, output_tokens=2, cost=10**15 + 1),
+        BASE: UsageCounts(requests=1),
     }
 
 

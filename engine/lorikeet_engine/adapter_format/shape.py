@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate, groupby
 from typing import Any
 
@@ -98,7 +99,7 @@ class AttentionHeads:
     head_dim: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class BaseShape:
     """Sizes of a base model; widths are numbers of elements.
 
@@ -211,7 +212,7 @@ class BaseShape:
         """
         return FAMILIES[self.family].linears
 
-    @property
+    @cached_property
     def modules(self) -> tuple[Linear, ...]:
         """Linears of a layer, then modules outside the layers; a module's place is its index."""
         outer = FAMILIES[self.family].outer
@@ -268,11 +269,15 @@ class BaseShape:
         Linears of layers of several kinds may have the same name, and other widths. Returns
         `linear` if the layer has none of this name.
         """
-        module = self.linears[linear].module
-        same = (n for n, each in enumerate(self.linears) if each.module == module)
-        return next((n for n in same if self.has(layer, n)), linear)
+        return next((n for n in self._namesakes[linear] if self.has(layer, n)), linear)
 
-    @property
+    @cached_property
+    def _namesakes(self) -> tuple[tuple[int, ...], ...]:
+        """Indices of the linears that have the same name, for each linear."""
+        names = [linear.module for linear in self.linears]
+        return tuple(tuple(n for n, other in enumerate(names) if other == name) for name in names)
+
+    @cached_property
     def groups(self) -> dict[str, tuple[int, ...]]:
         """Fused products of a decoder layer: by name, the indices in `modules` of their linears."""
         groups = groupby(enumerate(self.linears), key=lambda pair: pair[1].group)
@@ -289,8 +294,12 @@ class BaseShape:
 
     def dims(self, index: int) -> tuple[int, int]:
         """Return (d_in, d_out) of the module with this index."""
-        linear = self.modules[index]
-        return self._elements(linear.inputs), sum(map(self._elements, linear.outputs))
+        return self._dims[index]
+
+    @cached_property
+    def _dims(self) -> tuple[tuple[int, int], ...]:
+        widths = [(each.inputs, each.outputs) for each in self.modules]
+        return tuple((self._elements(d_in), sum(map(self._elements, out))) for d_in, out in widths)
 
     def matrices(self, index: int) -> int:
         """Return how many matrices the module with this index has: one, or one per expert."""

@@ -380,8 +380,8 @@ def _vectors(
 
 
 def _check_activated(spec: AdapterSpec, shape: BaseShape) -> None:
-    """Raise AdapterRejected for an activated LoRA that changes what tokens before its invocation
-    compute, or that PEFT cannot train.
+    """Raise AdapterRejected for an activated LoRA that PEFT cannot train, or that changes the
+    computation of tokens before its invocation.
 
     PEFT activates LoRA of linears alone, with or without a bias of B. Keys and values that
     kv_b_proj makes of tokens before the invocation are the base model's, but latent attention

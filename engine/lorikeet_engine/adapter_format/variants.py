@@ -1,4 +1,4 @@
-"""Variants of a blob: the same adapter with another scaling, with turned B or without some modules.
+"""Variants of a blob: the same adapter with another scaling, with B transposed or modules left out.
 
 A replica scores a trainer's tokens with variants to find how the trainer's adapter differs from the
 served one.

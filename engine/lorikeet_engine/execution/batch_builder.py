@@ -211,8 +211,8 @@ def group_by_adapter(chunks: list[Chunk]) -> list[Chunk]:
 
 
 def divide_by_adapter(chunks: list[Chunk]) -> list[Chunk]:
-    """Divide chunks in which an adapter begins to change tokens: the tokens before become a chunk
-    of their own, among the chunks without an adapter.
+    """Divide each chunk within which an adapter begins to change tokens: the tokens before become
+    a chunk without an adapter.
 
     Attention computes both as sequences that share KV pages: keys and values of all tokens of a
     step are written before attention reads them. So chunks with states cannot be divided.

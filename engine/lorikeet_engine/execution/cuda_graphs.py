@@ -6,9 +6,9 @@ recorded graphs.
 
 Without graphs the host needs 10 ms to launch a pass of 32 layers, with adapters about 40 ms. Passes
 are captured for a ladder of sizes: tokens × segments of adapters. A mixture of experts has each
-pass twice, for adapters that change experts and for others. Steps with vectors of adapters, as DoRA
-has them, have passes of two numbers of segments, steps with compositions as well, and steps with
-both of one number. A step uses the smallest pass that is large enough; the rest of the static
+pass twice, for adapters that change experts and for others. Steps with vectors of adapters (DoRA)
+and steps with compositions are captured for two numbers of segments, steps with both for one. A
+step uses the smallest pass that is large enough; the rest of the static
 tensors is padding, which writes no key and uses no adapter.
 
 The graphs do not depend on the adapters of a step: each replay computes the list of tiles

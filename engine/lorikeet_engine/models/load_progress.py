@@ -14,7 +14,7 @@ class LoadProgress:
 
     Logs the event weights_loading once a second: read_bytes so far, and total_bytes.
 
-    total_bytes: bytes that will be read, about; 0: log nothing.
+    total_bytes: approximate number of bytes to read; 0: log nothing.
     """
 
     def __init__(self, total_bytes: int) -> None:

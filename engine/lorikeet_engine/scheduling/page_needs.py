@@ -50,8 +50,8 @@ class PageNeeds:
         return max(0, token + 1 - (self.windows[-1] or 0)) // self.page_size
 
     def between_steps(self, tokens: int) -> int:
-        """Return the maximum number of pages, in all groups, of a sequence of `tokens` tokens
-        between steps.
+        """Return the most pages, over all groups, that a sequence of `tokens` tokens holds between
+        steps.
         """
         return self._with(self.window_pages, self.pages_for(tokens))
 

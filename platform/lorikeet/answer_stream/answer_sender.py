@@ -63,8 +63,8 @@ class AnswerSender:
         self.ended: asyncio.Future[None] = self._event_loop.create_future()
 
     def replay(self, output: Tokens) -> None:
-        """Take an output of a lost replica before `begin`. Its items are not sent: the client has
-        them.
+        """Convert an output of a lost replica, before `begin`, without sending its items: the
+        client has them.
         """
         self._meter.on_output(output)
         for item in self._answer.take((output,)):

@@ -2,8 +2,8 @@
 
 A replica sends the log of its outputs with the items that it makes of them; the gateway keeps the
 log unread. If the replica is lost, another replica gets the log, converts the same outputs again
-and drops the items, which the client has, so that the next items follow without a gap. The log has
-the borders between outputs too, since events and their numbers depend on them.
+and drops the items, which the client has, so that the next items follow without a gap. The log
+keeps outputs apart, since an answer's events depend on where each output ends.
 """
 
 import json

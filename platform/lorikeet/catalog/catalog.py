@@ -44,9 +44,9 @@ from lorikeet.catalog.rules.limits import (
     KeyLimitOptions,
     KeyOptions,
     TenantOptions,
+    check_adapter_patterns,
     check_key_options,
     check_options,
-    check_publish_options,
 )
 from lorikeet.catalog.rules.pins import PinOptions, pin_change
 from lorikeet.catalog.rules.restore import restore_adapter, restore_version, retired_at
@@ -159,7 +159,7 @@ class AdapterCatalog:
         if tenant is None and Scope.INFER in scopes:
             raise InvalidInput("scope 'infer' is for a tenant's key: name a tenant", param="scopes")
         check_key_options(tenant, options, self._clock())
-        check_publish_options(tenant, scopes, options.get("adapters", ()))
+        check_adapter_patterns(tenant, scopes, options.get("adapters", ()))
         secret = _new_secret()
         change = KeyCreated(
             id=_new_key_id(),

@@ -19,7 +19,9 @@ from lorikeet_engine.adapter import Residency, TouchedModules
 SCHEMA = 2
 """Newest format version; increased whenever an older reader could misread new entries.
 
-Schema 2 has invocation tokens, without which an activated LoRA would change whole prompts.
+Schema 2 has invocation tokens, without which an activated LoRA would change whole prompts, and
+the adapters of keys that infer, without which such a key could use all adapters, and budgets in
+money.
 """
 
 
@@ -278,5 +280,15 @@ class Entry:
 
 def schema_of(changes: Iterable[Change]) -> int:
     """Return the oldest format version whose readers understand these changes."""
-    activated = (c for c in changes if isinstance(c, VersionRegistered) and c.invocation_tokens)
-    return SCHEMA if any(activated) else 1
+    restricts, pushes = False, False
+    for change in changes:
+        match change:
+            case VersionRegistered(invocation_tokens=tokens) if tokens:
+                return SCHEMA
+            case TenantOptionsSet(options={"cost_per_month": _}):
+                return SCHEMA
+            case KeyCreated(scopes=scopes):
+                pushes = pushes or Scope.PUBLISH in scopes
+            case KeyOptionsSet(options=options):
+                restricts = restricts or bool(options.get("adapters"))
+    return SCHEMA if restricts and not pushes else 1

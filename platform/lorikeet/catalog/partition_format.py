@@ -34,8 +34,8 @@ READ_SCHEMAS = (2, 3, 4, 5)
 """Format versions that this release reads.
 
 Adapter versions lack `touches` in schema 2, lack trained tokens and `trained_on` in schemas 2 and
-3, and lack invocation tokens and request defaults in schemas 2 to 4. Releases that know no parity
-proofs ignore these, which are last.
+3, and lack invocation tokens and request defaults in schemas 2 to 4, where only publish keys have
+adapters. Releases that know no parity proofs ignore these, which are last.
 """
 
 Json = Any

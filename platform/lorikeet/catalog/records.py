@@ -37,6 +37,7 @@ class Limits:
     max_concurrent: maximum number of requests at once.
     max_context: maximum number of tokens of one prompt plus its answer.
     tokens_per_month: budget of a calendar month, UTC.
+    cost_per_month: budget of a calendar month, UTC, in the currency of LORIKEET_PRICES.
     bytes_per_min: average rate of pushed adapters' bytes.
     """
 
@@ -46,6 +47,7 @@ class Limits:
     max_concurrent: int | None = None
     max_context: int | None = None
     tokens_per_month: int | None = None
+    cost_per_month: float | None = None
     bytes_per_min: int | None = None
 
 
@@ -86,11 +88,12 @@ class KeyRecord:
     sha256: SHA-256 of the secret, 64 hex digits.
     created: Unix seconds.
     name: label for display; "" for none.
-    limits: the key's limits, which apply in addition to the tenant's; without tokens_per_month.
+    limits: the key's limits, which apply in addition to the tenant's; without budgets.
     priority: among a tenant's requests, those with the highest priority begin first.
     expires: end of the key, Unix seconds; None: never.
     replaced_by: id of the key that a rotation made.
-    adapters: patterns of the adapter names that a publish key may push; * matches any characters.
+    adapters: patterns of adapter names, in which * matches any characters: those that a publish key
+        may push, or the only ones that another tenant's key may use; () allows the latter all.
     """
 
     id: str
@@ -110,6 +113,16 @@ class KeyRecord:
         """Whether the key may push versions of the adapter of this name."""
         allowed = any(fnmatchcase(name, pattern) for pattern in self.adapters)
         return Scope.PUBLISH in self.scopes and allowed
+
+    def may_use(self, owner: str, name: str) -> bool:
+        """Whether the key's patterns allow requests for an adapter.
+
+        owner: tenant of the adapter. A pattern without a tenant is for the key's own tenant.
+        name: name of the adapter.
+        """
+        patterns = (each if "/" in each else f"{self.tenant}/{each}" for each in self.adapters)
+        label = f"{owner}/{name}"
+        return not self.adapters or any(fnmatchcase(label, pattern) for pattern in patterns)
 
     def expired(self, now: float) -> bool:
         """Whether the key ended at or before `now`, Unix seconds."""

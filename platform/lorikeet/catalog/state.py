@@ -114,12 +114,7 @@ class CatalogState:
             version = record.select(selector, session) if record else None
             if record and version:
                 return record.ref(version)
-        shown = model if len(model) <= 200 else model[:197] + "..."
-        raise UnknownModel(
-            f"The model {shown!r} does not exist or you do not have access to it. GET /v1/models "
-            "lists yours.",
-            param="model",
-        )
+        raise unknown_model(model)
 
     def version_of(self, ref: AdapterRef) -> VersionRecord:
         """Return the record of a version. Raises UnknownModel."""
@@ -262,3 +257,16 @@ class CatalogState:
         if isinstance(partition, UnreadPartition):
             raise PartitionsNotRead(frozenset((number,)))
         return partition
+
+
+def unknown_model(model: str) -> UnknownModel:
+    """Return the error for a model that does not exist, or that the request's key may not use.
+
+    model: `model` of the request.
+    """
+    shown = model if len(model) <= 200 else model[:197] + "..."
+    return UnknownModel(
+        f"The model {shown!r} does not exist or you do not have access to it. GET /v1/models "
+        "lists yours.",
+        param="model",
+    )

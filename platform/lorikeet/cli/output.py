@@ -117,9 +117,7 @@ def percent(share: float) -> str:
 
 
 def is_shown(stream: TextIO) -> bool:
-    """Whether a progress bar on the stream is seen: it is a terminal, and not a shell's background
-    job's.
-    """
+    """Whether the stream is a terminal that this process writes to in the foreground."""
     if not stream.isatty():
         return False
     try:

@@ -6,6 +6,7 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
+from lorikeet.addresses import port_is_free
 from lorikeet.doctor.finding import Finding, ok, problem, warning
 from lorikeet.doctor.planned_start import PlannedStart
 from lorikeet.sizes import show_size
@@ -84,7 +85,7 @@ def check_ports(planned: PlannedStart) -> Iterator[Finding]:
         found = f"LORIKEET_ADMIN_ADDRESS={admin}: {why}"
         yield problem("ports", found, "give an address of this machine, such as 127.0.0.1:8001")
     wanted = {planned.http_port: "the public listener", admin.port: "the admin listener"}
-    taken = {port: what for port, what in wanted.items() if not _free(port)}
+    taken = {port: what for port, what in wanted.items() if not port_is_free(port)}
     for port, what in taken.items():
         fix = f"stop the process that listens there: `ss -ltnp 'sport = :{port}'`"
         if port == admin.port:
@@ -92,7 +93,7 @@ def check_ports(planned: PlannedStart) -> Iterator[Finding]:
         elif planned.makes_missing:
             fix += ", or choose another port with --port or PORT"
         yield problem("ports", f"{port}, for {what}, is taken: is the service running?", fix)
-    ray = [port for port in _RAY if not planned.makes_missing and not _free(port)]
+    ray = [port for port in _RAY if not planned.makes_missing and not port_is_free(port)]
     for port in ray:
         yield warning(
             "ports",
@@ -115,17 +116,6 @@ def _refusal(host: str) -> str | None:
     except OSError as error:
         return error.strerror
     return None
-
-
-def _free(port: int) -> bool:
-    """Whether no process listens on the port, at any address of this machine."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("", port))
-        except OSError:
-            return False
-    return True
 
 
 _RAY_SHARE = 0.3  # of the machine's memory, for Ray's object store

@@ -17,6 +17,7 @@ from lorikeet.errors import Unavailable
 from lorikeet.gateway.admin.registration import Registration
 from lorikeet.gateway.admin.routes import admin_routes
 from lorikeet.gateway.apis.openapi import openapi_routes
+from lorikeet.gateway.audit import AuditMiddleware
 from lorikeet.gateway.auth import RequestAuthenticator
 from lorikeet.gateway.catalog_view import GatewayCatalogView
 from lorikeet.gateway.error_responses import (
@@ -32,6 +33,7 @@ from lorikeet.gateway.limit_sync import LimitSync
 from lorikeet.gateway.pushing.push_pipeline import PushPipeline
 from lorikeet.gateway.pushing.routes import PushEndpoints, push_routes
 from lorikeet.gateway.reads import TenantReads
+from lorikeet.gateway.routes.files import StoredFiles, file_routes
 from lorikeet.gateway.routes.health import health_routes
 from lorikeet.gateway.routes.metrics import Scrape, add_gauges, metrics_routes
 from lorikeet.gateway.routes.models import model_routes
@@ -108,6 +110,7 @@ def create_app(services: Services) -> FastAPI:
         usage_routes(reads, usage),
         model_routes(services, authenticator, reads),
         response_routes(authenticator, rate_limiter, request_log, stored, read_limiter),
+        file_routes(reads, StoredFiles(services.files)),
         push_routes(pushes),
         openapi_routes(
             reads, with_vllm=services.load_from is not None, with_tinker=services.tinker
@@ -139,6 +142,8 @@ def _application(
         telemetry={"tracing": False, "metrics": False, "logs": False, "auto_configure": False},
         redirect_slashes=False,
     )
+    if services.audit is not None:
+        app.add_middleware(AuditMiddleware, stream=services.audit)
     app.add_middleware(RequestMiddleware)
     add_error_handlers(app)
     return app
@@ -185,6 +190,8 @@ async def _running(
         services.encoders.close()
         if services.traces is not None:
             await services.traces.close()
+        if services.audit is not None:
+            services.audit.close()
 
 
 class RequestMiddleware:

@@ -8,8 +8,15 @@ from fastapi import Depends
 from starlette.requests import Request
 
 from lorikeet.catalog.records import AdapterRecord, KeyRecord, Scope, TenantRecord, secret_sha256
-from lorikeet.catalog.state import CatalogState
-from lorikeet.errors import EndedKey, Forbidden, InvalidInput, InvalidKey, Unavailable
+from lorikeet.catalog.state import CatalogState, unknown_model
+from lorikeet.errors import (
+    EndedKey,
+    Forbidden,
+    InvalidInput,
+    InvalidKey,
+    Unavailable,
+    UnknownTenant,
+)
 from lorikeet.gateway.basic_auth import as_bearer
 from lorikeet.gateway.catalog_view import GatewayCatalogView
 from lorikeet.gateway.pushing.pushed_versions import PushedVersions
@@ -88,7 +95,7 @@ class RequestAuthenticator:
 
         pushed: versions that are not yet in the catalog's log, but that requests can name already.
         """
-        self._base_models = services.base_models
+        self._base_models, self._oidc = services.base_models, services.oidc
         self._catalog_view, self._pushed = catalog_view, pushed
 
     async def caller(self, request: Request) -> Caller:
@@ -110,31 +117,33 @@ class RequestAuthenticator:
         return await self._caller(request, Scope.PUBLISH)
 
     async def admin(self, request: Request) -> None:
-        """Authenticate a request as an admin's, and set request.state.key to its key.
+        """Authenticate a request as an admin's; request.state.key is its key from then on.
 
         All admin routes depend on this check.
 
         Raises InvalidKey for a missing, unknown or ended key, Forbidden if the key's scopes do not
         allow the request, Unavailable if the catalog cannot be read.
         """
-        request.state.key = await self._authenticate(request, Scope.ADMIN)
+        await self._authenticate(request, Scope.ADMIN)
 
     async def resolve_model(
-        self, model: str, tenant: str, session: str | None = None
+        self, model: str, caller: Caller, session: str | None = None
     ) -> ResolvedModel:
-        """Return the base model and adapter that `model` names for a tenant.
+        """Return the base model and adapter that `model` names for a caller's tenant.
 
         A name without a tenant means the base model of this name, else the tenant's own adapter.
 
         session: name of the session; chooses between two versions that share an alias. None chooses
             the first.
 
-        Raises UnknownModel, without distinguishing missing models from other tenants' models;
-        Unavailable if the base model is not served here, or if the name is unknown and the catalog
-        unreachable.
+        Raises UnknownModel, without distinguishing missing models from other tenants' models and
+        from those that the caller's key may not use; Unavailable if the base model is not served
+        here, or if the name is unknown and the catalog unreachable.
         """
-        if model in self._base_models:
+        if model in self._base_models and not caller.key.adapters:
             return ResolvedModel(model)
+        _check_may_use(caller, model)
+        tenant = caller.tenant.name
         found = await self._catalog_view.find(
             lambda state: self._adapter(state, model, tenant, session), (tenant, model)
         )
@@ -142,7 +151,7 @@ class RequestAuthenticator:
         return found
 
     async def resolve_composition(
-        self, model: str, named: NamedAdapters, tenant: str, session: str | None = None
+        self, model: str, named: NamedAdapters, caller: Caller, session: str | None = None
     ) -> ResolvedModel:
         """Return the base model of several adapters, and their composition.
 
@@ -161,6 +170,8 @@ class RequestAuthenticator:
                     f"{name!r} is a base model: name adapters alone, whose base model is known",
                     param="model",
                 )
+            _check_may_use(caller, name)
+        tenant = caller.tenant.name
         found = await self._catalog_view.find(
             lambda state: [self._adapter(state, name, tenant, session) for name, _ in named],
             (tenant, model),
@@ -198,15 +209,17 @@ class RequestAuthenticator:
             first.defaults if all(each.defaults == first.defaults for each in found) else None,
         )
 
-    async def visible_adapters(self, tenant: str) -> tuple[AdapterRecord, ...]:
-        """Return the adapters that a tenant may use, including pushed versions not yet in the
+    async def visible_adapters(self, caller: Caller) -> tuple[AdapterRecord, ...]:
+        """Return the adapters that a caller may use, including pushed versions not yet in the
         catalog's log.
 
         Raises Unavailable if the catalog cannot be read.
         """
-        return await self._catalog_view.ask(
+        tenant, may_use = caller.tenant.name, caller.key.may_use
+        found = await self._catalog_view.ask(
             lambda state: self._pushed.applied_to(state, tenant).visible_to(tenant)
         )
+        return tuple(each for each in found if may_use(each.tenant, each.name))
 
     def _adapter(
         self, state: CatalogState, model: str, tenant: str, session: str | None
@@ -247,14 +260,24 @@ class RequestAuthenticator:
         key = await self._authenticate(request, scope)
         tenant = key.tenant
         assert tenant is not None
-        return Caller(await self._catalog_view.ask(lambda state: state.tenant(tenant)), key)
+        try:
+            return Caller(await self._catalog_view.ask(lambda state: state.tenant(tenant)), key)
+        except UnknownTenant as error:  # only a token can name one
+            raise Forbidden(f"this token's tenant is none here: {error.message}") from error
 
     async def _authenticate(self, request: Request, scope: Scope) -> KeyRecord:
         authorization = _authorization(request, scope)
         reading = request.method in ("GET", "HEAD")
+        token = None if self._oidc is None else _token(authorization)
+        if self._oidc is not None and token is not None:
+            of_token = await self._oidc.key_of(token, of_admin=scope is Scope.ADMIN)
+            request.state.key = of_token
+            return _scoped(of_token, scope, reading=reading)
 
         def check(state: CatalogState) -> KeyRecord:
-            return authenticate(state, authorization, scope, time.time(), reading=reading)
+            key: KeyRecord = _key(state, authorization, time.time())
+            request.state.key = key  # also of a request that is refused
+            return _scoped(key, scope, reading=reading)
 
         if authorization is None:
             return await self._catalog_view.ask(check)  # no refresh can find a missing key
@@ -266,6 +289,13 @@ def check_may_push(key: KeyRecord, name: str) -> None:
     if Scope.PUBLISH in key.scopes and not key.may_push(name):
         allowed = ", ".join(key.adapters)
         raise Forbidden(f"this key may not push {name[:_SHOWN]!r}: it may push {allowed}")
+
+
+def _check_may_use(caller: Caller, model: str) -> None:
+    """Raise UnknownModel if the caller's key is for other adapters than `model` names."""
+    owner, named, name = model.partition("@")[0].rpartition("/")
+    if not caller.key.may_use(owner if named else caller.tenant.name, name):
+        raise unknown_model(model)
 
 
 def _holds(log: CatalogState, ref: AdapterRef, defaults: RequestDefaults | None) -> bool:
@@ -295,6 +325,12 @@ def _authorization(request: Request, scope: Scope) -> str | None:
     return authorization
 
 
+def _token(authorization: str | None) -> str | None:
+    """Return the JSON Web Token in an `Authorization: Bearer` header; None if there is none."""
+    kind, _, secret = (authorization or "").partition(" ")
+    return secret.strip() if kind.lower() == "bearer" and secret.count(".") == 2 else None
+
+
 def authenticate(
     state: CatalogState,
     authorization: str | None,
@@ -315,7 +351,11 @@ def authenticate(
     Raises InvalidKey for a missing or unknown key, its subclass EndedKey for a revoked or expired
     one, Forbidden if the key lacks the scope.
     """
-    key = _key(state, authorization, now)
+    return _scoped(_key(state, authorization, now), scope, reading=reading)
+
+
+def _scoped(key: KeyRecord, scope: Scope, *, reading: bool) -> KeyRecord:
+    """Return the key if it has the scope. Raises Forbidden."""
     of_this_plane = (key.tenant is not None) is (scope is not Scope.ADMIN)
     enough = {scope, Scope.READ_ONLY} if reading else {scope}
     if not of_this_plane or not enough & key.scopes:

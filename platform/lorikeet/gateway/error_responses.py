@@ -57,12 +57,12 @@ _TINKER = (
 )
 _ENDPOINTS = {
     "": _BELOW,
-    **dict.fromkeys(("chat", "completions", "models", "responses"), ""),
+    **dict.fromkeys(("chat", "completions", "models", "responses", "files", "batches"), ""),
     "conversations": _CHAT,
     "messages": _ONE_BY_ONE,
     **dict.fromkeys(("load_lora_adapter", "unload_lora_adapter"), _LOADS),
     **dict.fromkeys(("embeddings", "rerank", "score", "moderations", "audio", "images"), _TEXT),
-    **dict.fromkeys(("files", "batches", "uploads", "fine_tuning", "assistants", "threads"), _TEXT),
+    **dict.fromkeys(("uploads", "fine_tuning", "assistants", "threads"), _TEXT),
 }
 """Advice in the 404 for endpoints that do not exist but that clients may call, by the first part of
 the path after /v1.

@@ -29,6 +29,7 @@ from lorikeet.gateway.replica_response import (
 )
 from lorikeet.gateway.services import Services
 from lorikeet.gateway.stored_responses import StoredResponses
+from lorikeet.prices import FREE, Price, price_of
 from lorikeet.protocol.messages import (
     AnswerHeader,
     EncodedCall,
@@ -176,12 +177,12 @@ class GenerateEndpoint:
         request_id: str = request.state.request_id
         session = request.headers.get(SESSION_HEADER) or body.session() or request_id
         items = await self._stored.items(body, caller.tenant.name)
-        tenant, named = caller.tenant.name, body.named_adapters(self._services.base_models)
+        named = body.named_adapters(self._services.base_models)
         if named is None:
-            model = await self._authenticator.resolve_model(body.model, tenant, session)
+            model = await self._authenticator.resolve_model(body.model, caller, session)
         else:
             model = await self._authenticator.resolve_composition(
-                body.model, named, tenant, session
+                body.model, named, caller, session
             )
         # No await from here until `using` is entered: a version that ends now is kept.
         base_model, served = model.base_model, self._services.base_models[model.base_model]
@@ -197,6 +198,7 @@ class GenerateEndpoint:
                 base_model, call, max_context, request.receive
             )
         trace.set_prompts(encoded.prompts)
+        price = price_of(self._services.prices, base_model, call.adapter)
         # Nor from here until the response enters it again.
         if call.endpoint.counts:
             with trace.answering():
@@ -204,7 +206,7 @@ class GenerateEndpoint:
         return ReplicaResponse(
             call,
             self._services.engines.stream_answer(base_model, encoded),
-            [trace, RateLimitObserver(hold, encoded, base_model, max_context)],
+            [trace, RateLimitObserver(hold, encoded, base_model, max_context, price)],
             self._services.first_item_timeout_s,
             self._stored.saver(body, context, call) or body.before_end(),
             self._services.uses.using(call.adapter),
@@ -232,11 +234,20 @@ class RateLimitObserver(RequestObserver):
     """
 
     def __init__(
-        self, hold: RateLimitHold, encoded: EncodedCall, base_model: str, max_context: int | None
+        self,
+        hold: RateLimitHold,
+        encoded: EncodedCall,
+        base_model: str,
+        max_context: int | None,
+        price: Price = FREE,
     ) -> None:
-        """max_context: longest sequence that replicas take, tokens; None if unknown."""
+        """Set up the reservation.
+
+        max_context: longest sequence that replicas take, tokens; None if unknown.
+        price: price of the call's tokens.
+        """
         self._hold = hold
-        self._base_model = base_model
+        self._base_model, self._price = base_model, price
         self._reserved = _expected_tokens(encoded, max_context)
         self._taken = self._prompt_tokens = encoded.work.prompt_tokens
         self._answered = self._settled = False
@@ -258,7 +269,9 @@ class RateLimitObserver(RequestObserver):
         """
         if not self._settled:
             failed = isinstance(error, Exception) and not self._answered
-            self._hold.settle(0 if failed else max(self._reserved, self._taken))
+            tokens = 0 if failed else max(self._reserved, self._taken)
+            prompt = min(self._prompt_tokens, tokens)
+            self._hold.settle(tokens, self._price.cost(prompt, 0, tokens - prompt))
         self._hold.release()
 
     def on_item(self, item: StreamItem) -> None:
@@ -272,7 +285,9 @@ class RateLimitObserver(RequestObserver):
                 self._hold.first_token()
             case FinalUsage():
                 self._settled = True
-                self._hold.settle(item.prompt_tokens + item.completion_tokens)
+                used = item.prompt_tokens, item.cached_tokens, item.completion_tokens
+                tokens = item.prompt_tokens + item.completion_tokens
+                self._hold.settle(tokens, self._price.cost(*used))
 
     def on_first_bytes(self) -> None:
         """Record the time of the first token; from now on a failure is charged."""

@@ -11,11 +11,14 @@ from lorikeet.catalog.kept_view import KeptView
 from lorikeet.catalog.resumable_uploads import PART_BYTES
 from lorikeet.chat_template import template_digest
 from lorikeet.errors import InvalidSetting
+from lorikeet.file_store import FileStore
 from lorikeet.gateway.adapter_uses import AdapterUses
+from lorikeet.gateway.audit import AuditStream
 from lorikeet.gateway.call_encoders import CallEncoders
 from lorikeet.gateway.sampling_defaults import read_sampling_defaults
 from lorikeet.metrics.gateway import GatewayMetrics
 from lorikeet.parity.figures import Parity
+from lorikeet.prices import Prices
 from lorikeet.protocol.messages import EncodedCall, Refusal, SmokeResult, SmokeTest, StreamItem
 from lorikeet.protocol.parity import ParityTest
 from lorikeet.protocol.peers import Peers
@@ -39,7 +42,8 @@ from lorikeet_engine.adapter_format import (
 )
 from lorikeet_engine.errors import ModelError
 
-if TYPE_CHECKING:  # its libraries are imported only where traces are exported
+if TYPE_CHECKING:  # their libraries are imported only where they are switched on
+    from lorikeet.gateway.oidc_tokens import OidcTokens
     from lorikeet.tracing.exporter import TraceExporter
 
 
@@ -191,6 +195,7 @@ class Services:
     peers: the other gateways.
     recorded_usage: usage of tenants as recorded in the store, for their budgets.
     usage: usage that this gateway counts.
+    prices: prices of tokens, for tenants' budgets in money.
     usage_flush_s: seconds between writes of usage to the store, by gateways and replicas.
     max_queue_s: longest time in seconds that a request may queue on a replica; None: no limit.
     max_running: by base model, this gateway's share of the requests that the replicas run at once.
@@ -200,7 +205,10 @@ class Services:
     kept_view: file with the catalog's last view, for starts while the store is unreachable.
     push_folder: folder for pushed blobs, on the disk cache's file system.
     responses: store of responses; None: responses are not stored.
+    files: store of files; None: files are not stored, and there are no batches.
     uses: adapters that this gateway's requests in flight use.
+    audit: stream of admins' changes; None: no stream.
+    oidc: verifier of tokens that are accepted beside keys; None: keys alone.
     load_from: folder below which each tenant has a folder of its name, from which vLLM's endpoints
         load adapters; None: no such endpoints.
     tinker: serve the sampling side of Tinker's API.
@@ -221,6 +229,7 @@ class Services:
     peers: Peers = field(default_factory=Peers)
     recorded_usage: RecordedUsage | None = None
     usage: UsageLedger = field(default_factory=UsageLedger)
+    prices: Prices = field(default_factory=dict)
     usage_flush_s: float = 15.0
     max_queue_s: float | None = None
     max_running: Mapping[str, int] = field(default_factory=dict)
@@ -230,7 +239,10 @@ class Services:
     kept_view: KeptView | None = None
     push_folder: Path = field(default_factory=lambda: Path(tempfile.gettempdir()))
     responses: ResponseStore | None = None
+    files: FileStore | None = None
     uses: AdapterUses = field(default_factory=AdapterUses)
+    audit: AuditStream | None = None
+    oidc: "OidcTokens | None" = None
     load_from: Path | None = None
     tinker: bool = False
 

@@ -1,6 +1,6 @@
 """Probes made by a PEFT model, on the trainer's machine.
 
-Needs torch and PEFT, and transformers for `sampled_probes`; other modules do without.
+Needs torch and PEFT, and `sampled_probes` transformers; the rest of the package needs none of them.
 """
 
 import tempfile

@@ -126,8 +126,8 @@ class Work(NamedTuple):
 
 
 class AnswerMarks(NamedTuple):
-    """Marks in the answers of an adapter whose own chat template may have others than its base
-    model's.
+    """Marks of tool calls and of thinking in answers with an adapter's own chat template, which may
+    differ from the base model's.
 
     syntax: name of the syntax of tool calls (answer_stream/tool_syntax.py); None if it has no known
         one.

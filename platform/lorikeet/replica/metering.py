@@ -3,9 +3,11 @@
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 
 from lorikeet.answer_stream.billed_tokens import BilledTokens
 from lorikeet.catalog.store.object_store import ObjectStore
+from lorikeet.prices import Prices, price_of
 from lorikeet.protocol.messages import Call
 from lorikeet.usage.ledger import UsageAccount, UsageCounts, UsageLedger
 from lorikeet.usage.writer import UsageWriter
@@ -22,8 +24,14 @@ class Metering:
     """Usage ledger of a replica, and the thread that writes it to the store."""
 
     def __init__(
-        self, store: ObjectStore, engine: EngineProcessClient, base_model: str, interval_s: float
+        self,
+        store: ObjectStore,
+        engine: EngineProcessClient,
+        base_model: str,
+        interval_s: float,
+        prices: Prices,
     ) -> None:
+        self._prices = prices
         self._engine, self._base_model = engine, base_model
         self._ledger = UsageLedger()
         self._writer = UsageWriter(store, self._ledger, interval_s, self._collect)
@@ -51,7 +59,10 @@ class Metering:
     def _count(self, call: Call, meter: BilledTokens) -> None:
         counts = meter.counts()
         if counts is not None:
-            self._ledger.add(self._account(call.tenant, call.adapter), counts)
+            used = counts.prompt_tokens, counts.cached_tokens, counts.output_tokens
+            cost = price_of(self._prices, self._base_model, call.adapter).cost(*used)
+            account = self._account(call.tenant, call.adapter)
+            self._ledger.add(account, replace(counts, cost=cost))
 
     def _collect(self) -> None:
         """Add to the ledger the slot time and loads that the engine's process has counted."""

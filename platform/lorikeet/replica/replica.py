@@ -107,7 +107,7 @@ class Replica:
         self._requests = RequestBuilder(self._encoder, settings.base_models[base_model], context)
         flush_s = settings.usage_flush_s
         self._store = store.result()
-        self._metering = Metering(self._store, self._engine, base_model, flush_s)
+        self._metering = Metering(self._store, self._engine, base_model, flush_s, settings.prices)
 
     async def run_call(self, encoded: EncodedCall, gateway: str) -> AsyncIterator[Refusal | None]:
         """Answer one call; its gateway reads the answer from `response_stream`.
@@ -389,7 +389,7 @@ async def _replay(
 
 
 def _rest_of(request: Request, made: tuple[tuple[int, ...] | None, ...]) -> Request:
-    """Return the request for the rest of an answer, whose client no longer waits for its begin.
+    """Return the request for the rest of an answer, without limits on the wait for its beginning.
 
     made: tokens of each choice; None for a choice that has ended.
     """

@@ -136,7 +136,7 @@ class Fleet:
     def on_adapter_found(self, replica: str, digest: str, tier: Residency) -> None:
         """Record the tier at which a replica had an adapter when it accepted a request.
 
-        The tier of a composition tells of its adapters only if it is GPU.
+        Of a composition only the tier GPU is recorded: it is that of each of its adapters.
         """
         with self._lock:
             members = member_digests(digest)

@@ -20,8 +20,10 @@ from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.kept_view import KeptView
 from lorikeet.catalog.store.object_store import ObjectStore, open_store
 from lorikeet.error_shapes import TINKER
-from lorikeet.errors import LorikeetError, StoreError, StoreRefused
+from lorikeet.errors import InvalidSetting, LorikeetError, StoreError, StoreRefused
+from lorikeet.file_store import FileStore
 from lorikeet.gateway.app import create_app
+from lorikeet.gateway.audit import AuditStream
 from lorikeet.gateway.call_encoders import read_encoders
 from lorikeet.gateway.http_protocol import BoundedHttpProtocol
 from lorikeet.gateway.listeners import AdminListener, PublicListener
@@ -39,11 +41,12 @@ from lorikeet.serving.freed_memory import trim_freed_memory
 from lorikeet.serving.peers import ServePeers
 from lorikeet.serving.replica_calls import broadcast_all
 from lorikeet.settings import Settings
-from lorikeet.usage.month_tokens import MonthTokens
+from lorikeet.usage.month_usage import MonthUsage
 from lorikeet_engine.adapter_format import AdapterLimits, AdapterMemory
 from lorikeet_engine.errors import EngineClosed, EngineError
 
-if TYPE_CHECKING:  # OpenTelemetry is imported only if traces are exported
+if TYPE_CHECKING:  # their libraries are imported only where they are switched on
+    from lorikeet.gateway.oidc_tokens import OidcTokens
     from lorikeet.tracing.exporter import TraceExporter
 
 log = logging.getLogger(__name__)
@@ -224,7 +227,8 @@ class Gateway:
                 adapter_memory=adapter_memory,
                 name=name,
                 peers=self._peers,
-                recorded_usage=MonthTokens(store),
+                recorded_usage=MonthUsage(store),
+                prices=settings.prices,
                 usage_flush_s=settings.usage_flush_s,
                 max_queue_s=settings.max_queue_s,
                 max_running=_max_running(settings),
@@ -234,6 +238,9 @@ class Gateway:
                 push_folder=settings.cache_dir / "pushes",
                 metrics_pages=partial(broadcast_all, [*engines.values(), controller], "metrics"),
                 responses=_responses(settings, store),
+                audit=_audit(settings, name),
+                oidc=_oidc(settings),
+                files=_files(settings, store),
                 load_from=settings.load_from,
                 tinker=settings.tinker,
             )
@@ -257,6 +264,32 @@ def _responses(settings: Settings, store: ObjectStore) -> ResponseStore | None:
     if settings.responses_lifetime_h is None:
         return None
     return ResponseStore(store, 3600.0 * settings.responses_lifetime_h, time.time)
+
+
+def _audit(settings: Settings, gateway: str) -> AuditStream | None:
+    if settings.audit_log is None:
+        return None
+    try:
+        return AuditStream(settings.audit_log, gateway)
+    except OSError as error:
+        raise InvalidSetting(
+            f"LORIKEET_AUDIT_LOG={settings.audit_log}: the file cannot be written ({error}): name "
+            "one in a folder that exists, or stdout"
+        ) from error
+
+
+def _oidc(settings: Settings) -> "OidcTokens | None":
+    if settings.oidc is None:
+        return None
+    from lorikeet.gateway.oidc_tokens import OidcTokens
+
+    return OidcTokens(settings.oidc)
+
+
+def _files(settings: Settings, store: ObjectStore) -> FileStore | None:
+    if settings.files_bytes is None:
+        return None
+    return FileStore(store, settings.files_bytes, time.time)
 
 
 def _traces(settings: Settings, gateway: str) -> "TraceExporter | None":

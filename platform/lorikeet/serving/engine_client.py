@@ -53,22 +53,16 @@ log = logging.getLogger(__name__)
 
 _ATTEMPTS = 3
 _RESUMES_PER_MIN = 600
-"""Number of calls of one tenant that a gateway sends again per minute after their replicas were
-lost; as many may come at once.
-"""
+"""Most calls of one tenant per minute that a gateway sends again after a lost replica."""
 _AT_ONCE_S = 5.0
-"""Seconds after it has taken a request within which the loss of a replica may be the request's
-fault.
-"""
+"""A replica lost within these seconds of taking a request may have been lost by the request."""
 _SETTLE_S = 1.0
-"""Seconds after such a loss until the request is sent again.
+"""Seconds to wait before a request that may have lost a replica is sent again.
 
-Other replicas that were lost at the same time, not by the request, then no longer take it.
+Replicas that another cause took down at the same time then no longer take the request.
 """
 _PROGRESS_TOKENS = 32
-"""Number of tokens that a replica must have added to an answer before the loss of the replica
-counts as no fault of the request.
-"""
+"""A replica that has added this many tokens to an answer was not lost by the request."""
 _TAKE_OVER_S = 60.0
 """Seconds within which another replica must take an answer that has begun."""
 _LEAVE_S = 10.0
@@ -117,14 +111,16 @@ class ServeEngineClient:
         serving/request_router.py for a replica. The answer comes back on the stream that
         `_subscribe` keeps open, into this call's ResponseBuffer.
 
-        The call is sent again, up to _ATTEMPTS times in all, not counting replicas that it has left
-        because they are being stopped,
-        - if its replica is lost, is being stopped or gives the answer up, or is silent (see
-          Fleet.take_silent) before the first byte of the answer: to any other replica, with the log
-          of the outputs so far, so that the answer goes on where it was;
-        - if its replica cannot load the adapter, before the first byte: to a replica that already
-          has the adapter, or to any replica if the cause was a full disk. The answer begins anew,
-          since it may have been computed with damaged weights.
+        The call is sent to another replica in two cases:
+        - Its replica is lost, is being stopped or gives the answer up, or is silent before the
+          first byte (Fleet.take_silent). Any other replica gets the log of the outputs so far and
+          goes on with the answer.
+        - Its replica cannot load the adapter, before the first byte. A replica that has the adapter
+          begins the answer anew, as the weights may have been damaged; any replica does if the
+          cause was a full disk.
+
+        There are at most _ATTEMPTS attempts, besides those that left a replica that was being
+        stopped.
 
         Closing this generator cancels the call, and the replica aborts the request. A client's
         disconnect is noticed in gateway/client_disconnect.py.

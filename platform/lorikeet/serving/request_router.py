@@ -32,9 +32,12 @@ class AdapterAffinityRouter(RequestRouter):
     `choose_replicas` at each `run_call.remote` of engine_client.py. The ranking comes from
     Fleet.rank_replicas (routing/fleet.py).
 
-    A call with a keyword argument `replica` goes to the replica of that name and to no other. A
-    call that was lost with replicas goes to another if there is one: Serve forgets dead replicas
-    itself, and a call without any choice would hold up those behind it.
+    A call with a keyword argument `replica` goes to the replica of that name and to no other.
+
+    A call avoids the replicas that were lost with it. If there are no others, it may go to them:
+    Serve forgets dead replicas itself, and a call without a candidate would hold up those behind
+    it.
+
     No method raises: Serve would leave the request hanging.
     """
 

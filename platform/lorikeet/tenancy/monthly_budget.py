@@ -1,10 +1,13 @@
-"""Monthly token budgets of tenants, checked in one gateway."""
+"""Monthly budgets of tenants in tokens and money, checked in one gateway."""
 
-from collections import Counter
+from datetime import UTC, datetime
 from typing import Protocol
 
+from lorikeet.catalog.records import Limits
 from lorikeet.errors import InsufficientQuota
+from lorikeet.prices import COST_UNITS
 from lorikeet.retry_after import until_next_month
+from lorikeet.usage.ledger import NOTHING, UsageCounts, add_to
 
 READ_S = 30.0
 """Seconds between reads of recorded usage, while tenants with a budget send requests."""
@@ -13,8 +16,8 @@ READ_S = 30.0
 class RecordedUsage(Protocol):
     """Recorded usage of the current calendar month, UTC."""
 
-    def of(self, tenant: str) -> int:
-        """Return a tenant's tokens as of the last refresh."""
+    def of(self, tenant: str) -> UsageCounts:
+        """Return a tenant's usage as of the last refresh."""
         ...
 
     def refresh(self) -> None:
@@ -23,16 +26,15 @@ class RecordedUsage(Protocol):
 
 
 class MonthlyBudget:
-    """Tokens that each tenant has used this month, compared with its budget.
+    """Tokens and costs of each tenant's month, compared with its budgets.
 
-    The number is recorded usage, plus the tokens that `settle` has counted in this gateway and that
-    recorded usage does not include yet. Other gateways' tokens are known only once they are
-    recorded.
+    The usage is recorded usage, plus the usage that `settle` has counted in this gateway and that
+    recorded usage does not include yet. Other gateways' usage is known only once it is recorded.
 
     Single event loop, except `read`, which runs in a thread.
 
     recorded: source of recorded usage; None if usage is not recorded.
-    unseen_s: age in seconds up to which tokens that `settle` counted may be missing from recorded
+    unseen_s: age in seconds up to which usage that `settle` counted may be missing from recorded
         usage.
 
     `now` is in Unix seconds in `check`, and in monotonic seconds in all other methods.
@@ -43,26 +45,28 @@ class MonthlyBudget:
         self._unseen_s = unseen_s
         self._asked = False
         self._read_at: float | None = None
-        self._settled: dict[str, Counter[int]] = {}  # by tenant and second
+        self._settled: dict[str, dict[int, UsageCounts]] = {}  # by tenant and second
 
-    def check(self, tenant: str, tokens_per_month: int, now: float) -> None:
-        """Raise InsufficientQuota if the tenant has used its budget of `tokens_per_month`
-        tokens.
+    def check(self, tenant: str, limits: Limits, now: float) -> None:
+        """Raise InsufficientQuota if the tenant has used up one of its budgets.
+
+        limits: the tenant's limits.
         """
+        tokens, cost = limits.tokens_per_month, limits.cost_per_month
+        if tokens is None and cost is None:
+            return
         self._asked = True
-        used = self._settled[tenant].total() if tenant in self._settled else 0
+        used = sum(self._settled.get(tenant, {}).values(), NOTHING)
         if self._recorded is not None:
             used += self._recorded.of(tenant)
-        if used >= tokens_per_month:
-            raise InsufficientQuota(
-                f"this tenant's budget of {tokens_per_month} tokens a month is used up: "
-                "ask your admin for more",
-                retry_after_s=until_next_month(now),
-            )
+        if tokens is not None and used.tokens >= tokens:
+            raise _used_up(f"{tokens} tokens a month is", now)
+        if cost is not None and used.cost >= cost * COST_UNITS:
+            raise _used_up(f"{cost:.12g} a month, by the service's prices, is", now)
 
-    def settle(self, tenant: str, tokens: int, now: float) -> None:
-        """Count tokens that an ended request of a tenant with a budget has used."""
-        self._settled.setdefault(tenant, Counter())[int(now)] += tokens
+    def settle(self, tenant: str, used: UsageCounts, now: float) -> None:
+        """Count what an ended request of a tenant with a budget has used."""
+        add_to(self._settled.setdefault(tenant, {}), int(now), used)
 
     def due(self, now: float) -> bool:
         """Whether recorded usage should be read again."""
@@ -75,7 +79,7 @@ class MonthlyBudget:
         self._recorded.refresh()
 
     def was_read(self, began: float) -> None:
-        """Forget the tokens of `settle` that recorded usage includes since its last read.
+        """Forget the usage of `settle` that recorded usage includes since its last read.
 
         began: time at which the read began, on the clock of `settle`.
         """
@@ -86,3 +90,17 @@ class MonthlyBudget:
                 del settled[second]
             if not settled:
                 del self._settled[tenant]
+
+
+def _used_up(budget: str, now: float) -> InsufficientQuota:
+    """Return the refusal by a budget, which names the time of the next one.
+
+    now: Unix seconds.
+    """
+    wait_s = until_next_month(now)
+    again = datetime.fromtimestamp(round(now + wait_s), UTC)
+    return InsufficientQuota(
+        f"this tenant's budget of {budget} used up until {again:%Y-%m-%d %H:%M} UTC: "
+        "ask your admin for more",
+        retry_after_s=wait_s,
+    )

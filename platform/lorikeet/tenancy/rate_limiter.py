@@ -12,6 +12,7 @@ from lorikeet.tenancy.limit_shares import LimitShare, LimitShares, Subject
 from lorikeet.tenancy.monthly_budget import MonthlyBudget
 from lorikeet.tenancy.queue_time_estimator import QueueTimeEstimator
 from lorikeet.tenancy.token_bucket import TokenBucket
+from lorikeet.usage.ledger import UsageCounts
 
 _READING_PART = 2
 """Divisor of max_requests: one tenant may have 1/2 of that number of requests whose body has not
@@ -164,7 +165,7 @@ class RateLimiter:
         """Start without requests.
 
         shares: shares of the limits that this gateway enforces.
-        budget: tokens that each tenant has used this month.
+        budget: tokens and costs of each tenant's month.
         max_requests: limit on the requests of all tenants that the gateway carries at once; None:
             no limit.
         clock: monotonic seconds.
@@ -277,7 +278,7 @@ class RateLimitHold:
         self._tenant = tenant
         self._subjects = Subject(tenant.name), Subject(tenant.name, key.id)
         self._limits = limiter.limits_of(tenant, key)
-        self._tokens = 0
+        self._tokens = self._cost = 0
         self._begun_s: float | None = None
         self._waits = True
         self._reading = False
@@ -291,9 +292,9 @@ class RateLimitHold:
         now = self._limiter.clock()
         for limits in self._limits:
             limits.share(now).count_request(now)
-        budget = self._tenant.limits.tokens_per_month
-        if budget is not None and takes_tokens:
-            self._limiter.budget.check(self._tenant.name, budget, self._limiter.wall())
+        if takes_tokens:
+            budget, wall_s = self._limiter.budget, self._limiter.wall()
+            budget.check(self._tenant.name, self._tenant.limits, wall_s)
         self._refuse_over_limits(1, int(takes_tokens))
         self._limiter.check_reading(self._tenant.name)
         for limits in self._limits:
@@ -346,14 +347,17 @@ class RateLimitHold:
             self._waits = False
             self._queue_time.begin(self._tenant.name, self._limiter.clock())
 
-    def settle(self, tokens: int) -> None:
-        """Replace the reserved tokens by the number of tokens that the request has used."""
+    def settle(self, tokens: int, cost: int = 0) -> None:
+        """Replace the reserved tokens by the number of tokens that the request has used.
+
+        cost: their price, in units of cost (prices.py).
+        """
         for limits in self._limits:
             limits.count(0, tokens - self._tokens, self._limiter.clock())
-        self._tokens = tokens
+        self._tokens, self._cost = tokens, cost
 
     def release(self) -> None:
-        """End the request and charge its tokens to the month's budget."""
+        """End the request and charge its tokens and cost to the month's budgets."""
         now = self._limiter.clock()
         self._limiter.running -= 1
         self.body_is_here()
@@ -363,8 +367,10 @@ class RateLimitHold:
             self._queue_time.leave(self._tenant.name, now, begun=not self._waits)
             for limits in self._limits:
                 limits.note_duration(now - self._begun_s)
-        if self._tenant.limits.tokens_per_month is not None:
-            self._limiter.budget.settle(self._tenant.name, self._tokens, now)
+        budgets = (self._tenant.limits.tokens_per_month, self._tenant.limits.cost_per_month)
+        if budgets != (None, None):
+            used = UsageCounts(output_tokens=self._tokens, cost=self._cost)
+            self._limiter.budget.settle(self._tenant.name, used, now)
 
     def limit_statuses(self) -> list[LimitStatus]:
         """Return the status of each kind of limit per minute: the tenant's or the key's, whichever

@@ -153,8 +153,9 @@ class PromptEncoder:
         return other
 
     def with_marks(self, marks: AnswerMarks | None) -> "PromptEncoder":
-        """Return this encoder, with the syntax and tags of an adapter's own chat template if
-        `marks` has them. It then encodes nothing.
+        """Return an encoder for answers with these syntax and tags; None: this encoder.
+
+        An encoder for answers cannot encode prompts.
         """
         if marks is None:
             return self
@@ -401,8 +402,8 @@ class PromptEncoder:
             )
 
     def _marked_text(self, call: Call) -> str:
-        """Return the prompt of a chat, with _WITHIN_MARK in texts of special tokens that messages
-        spell.
+        """Return the prompt of a chat, with _WITHIN_MARK inside each special token's text that a
+        message spells.
         """
         tools: Sequence[Mapping[str, Any]] = call.tools.tools if call.tools else ()
         given = {**call.template_defaults, **call.template_args}

@@ -104,7 +104,9 @@ class TemplateProcesses:
                 _await_start(connection)
             connection.send_bytes(message)
             if not connection.poll(_WALL_S):
-                raise ServerBusy(f"the machine found no {CPU_S:g} s in {_WALL_S:g} s to render")
+                raise ServerBusy(
+                    f"the machine was too busy to render for {CPU_S:g} s within {_WALL_S:g} s"
+                )
             reply: Json = json.loads(connection.recv_bytes(_MAX_REPLY_BYTES))
         except BaseException as error:
             connection.close()  # ends the process

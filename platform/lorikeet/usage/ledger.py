@@ -35,6 +35,7 @@ class UsageCounts:
     load_bytes: bytes of these loads.
     pushes: pushed versions of the adapter that a gateway has validated and accepted.
     pushed_bytes: bytes of these versions.
+    cost: price of the tokens when they were counted, in units of cost (prices.py).
     """
 
     requests: int = 0
@@ -46,6 +47,7 @@ class UsageCounts:
     load_bytes: int = 0
     pushes: int = 0
     pushed_bytes: int = 0
+    cost: int = 0
 
     def __add__(self, more: "UsageCounts") -> "UsageCounts":
         return UsageCounts(
@@ -58,6 +60,7 @@ class UsageCounts:
             self.load_bytes + more.load_bytes,
             self.pushes + more.pushes,
             self.pushed_bytes + more.pushed_bytes,
+            self.cost + more.cost,
         )
 
     @property

@@ -19,11 +19,13 @@ from lorikeet.errors import StoreError
 from lorikeet.usage.ledger import UsageAccount, UsageByAccount, UsageCounts
 
 PREFIX = "usage/"
-SCHEMA = 1
+SCHEMA = 2
+"""Newest format version. Objects without costs have version 1, which releases that know no costs
+read.
+"""
 
 _NUMBERS = tuple(each.name for each in fields(UsageCounts))
-_COLUMNS = (*UsageAccount._fields, *_NUMBERS)
-_numbers = attrgetter(*_NUMBERS)  # astuple would copy deeply
+_UNPRICED = tuple(name for name in _NUMBERS if name != "cost")
 _OBJECT = re.compile(r"usage/[0-9-]{10}/[0-9]{6}-([0-9a-f]{16})-([0-9]{6,})\.json")
 _COMPACTED = re.compile(r"usage/[0-9-]{10}/compacted-([0-9]{6,})\.json")
 
@@ -98,9 +100,14 @@ def compacted_number(key: str) -> int | None:
 
 def to_json(content: UsageContent) -> bytes:
     """Serialize the content of a usage object."""
-    rows = [[*account, *_numbers(counts)] for account, counts in content.use.items()]
+    priced = any(counts.cost for counts in content.use.values())
+    names = _NUMBERS if priced else _UNPRICED
+    numbers = attrgetter(*names)  # astuple would copy deeply
+    columns = (*UsageAccount._fields, *names)
+    rows = [[*account, *numbers(counts)] for account, counts in content.use.items()]
+    schema = SCHEMA if priced else 1
     return json.dumps(
-        {"schema": SCHEMA, "columns": _COLUMNS, "rows": rows, "marks": dict(content.marks)},
+        {"schema": schema, "columns": columns, "rows": rows, "marks": dict(content.marks)},
         separators=(",", ":"),
     ).encode()
 

@@ -6,6 +6,7 @@ from datetime import date
 from enum import StrEnum
 from typing import Any
 
+from lorikeet.prices import COST_UNITS
 from lorikeet.usage.ledger import UsageByAccount, UsageCounts, add_to
 
 
@@ -47,4 +48,5 @@ def rows(
 
 
 def _counted(counts: UsageCounts) -> dict[str, Any]:
-    return {**asdict(counts), "slot_s": round(counts.slot_s, 3)}
+    cost = counts.cost / COST_UNITS
+    return {**asdict(counts), "slot_s": round(counts.slot_s, 3), "cost": cost}

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import MISSING, fields
+from functools import cache
 
 import pytest
 import transformers
@@ -152,6 +153,7 @@ OTHERWISE = {
 }
 
 
+@cache
 def config_class(family):
     return type(transformers.AutoConfig.for_model(model_type(family)))
 
@@ -162,6 +164,7 @@ def model_type(family):
     return of.get(family, family)
 
 
+@cache
 def keys_of(family):
     """Keys of the family's config class alone, with their defaults."""
     every = {field.name for field in fields(transformers.PreTrainedConfig)}

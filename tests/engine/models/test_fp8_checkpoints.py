@@ -34,6 +34,7 @@ from tests.engine.models.quantized_checkpoints import (
 from tests.engine.models.test_fp8_rounding import assert_near
 from tests.engine.models.test_models import Run, prompt_of
 from tests.engine.models.test_moe_checkpoints import as_whole
+from tests.engine.pairs import pairs
 
 CPU = torch.device("cpu")
 PROMPT = prompt_of(40)
@@ -51,8 +52,10 @@ def floats_logits(model):
         return model(torch.tensor([PROMPT])).logits[0]
 
 
-@pytest.mark.parametrize("kind", CONFIGS)
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", *MOE, *HYBRID, "nemotron_h_latent"])
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    pairs(["llama", "qwen2", "qwen3", *MOE, *HYBRID, "nemotron_h_latent"], [*CONFIGS]),
+)
 def test_its_numbers_are_served_as_they_are(tiny_checkpoints, tmp_path, family, kind):
     folder, floats = write_fp8(tiny_checkpoints[family], tmp_path, kind)
     assert_near(logits(folder), floats_logits(rounded_model(tiny_checkpoints[family], floats)))

@@ -31,6 +31,7 @@ from tests.engine.models.quantized_checkpoints import (
     write_int4,
 )
 from tests.engine.models.test_models import Run, assert_equal, prompt_of, random_adapter, reference
+from tests.engine.pairs import pairs
 
 CPU = torch.device("cpu")
 PROMPT = prompt_of(40)
@@ -51,8 +52,7 @@ def written(checkpoints, tmp_path, kind="awq", family="llama", **more):
     return write_int4(checkpoints[family], tmp_path, kind, exact=True, **{**INT4[kind], **more})
 
 
-@pytest.mark.parametrize("kind", INT4)
-@pytest.mark.parametrize("family", DENSE)
+@pytest.mark.parametrize(("family", "kind"), pairs(DENSE, [*INT4]))
 def test_packed_integers_are_multiplied_as_the_floats_that_they_stand_for(
     wide_checkpoints, tmp_path, family, kind
 ):
@@ -60,8 +60,7 @@ def test_packed_integers_are_multiplied_as_the_floats_that_they_stand_for(
     assert_equal(logits(folder, packed(folder)), logits(floats))
 
 
-@pytest.mark.parametrize("double", [True, False], ids=["double", "single"])
-@pytest.mark.parametrize("family", DENSE)
+@pytest.mark.parametrize(("family", "double"), pairs(DENSE, [True, False]))
 def test_packed_nf4_is_multiplied_as_its_floats(nf4, family, double):
     _, folder = nf4(family, double)
     assert_equal(logits(folder, packed(folder)), logits(folder))

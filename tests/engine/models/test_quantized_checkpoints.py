@@ -31,6 +31,7 @@ from tests.engine.models.quantized_checkpoints import (
     write_int4,
 )
 from tests.engine.models.test_models import Run, assert_equal, prompt_of, random_adapter, reference
+from tests.engine.pairs import pairs
 
 CPU = torch.device("cpu")
 PROMPT = prompt_of(40)
@@ -42,8 +43,7 @@ def logits(folder, model=None):
     return run.of("a")
 
 
-@pytest.mark.parametrize("double", [True, False], ids=["double", "single"])
-@pytest.mark.parametrize("family", DENSE)
+@pytest.mark.parametrize(("family", "double"), pairs(DENSE, [True, False]))
 def test_an_nf4_checkpoint_gives_the_logits_of_bitsandbytes(nf4, family, double):
     model, folder = nf4(family, double)
     with torch.inference_mode():
@@ -137,16 +137,12 @@ def assembled(folder, tmp_path, weight_dtype="nf4"):
     return assemble(settings, Shelf(tmp_path / "blobs"), load_model, lambda: None)
 
 
-@pytest.mark.parametrize(
-    ("kind", "config"),
-    [("awq", AWQ), ("gptq", GPTQ), ("gptq_v2", GPTQ | {"checkpoint_format": "gptq_v2"})],
-    ids=["awq", "gptq", "gptq_v2"],
-)
-@pytest.mark.parametrize("family", DENSE)
-def test_integers_stand_for_the_floats_of_their_scales(
-    wide_checkpoints, tmp_path, family, kind, config
-):
-    folder, floats = write_int4(wide_checkpoints[family], tmp_path, kind, **config)
+INTEGERS = {"awq": AWQ, "gptq": GPTQ, "gptq_v2": GPTQ | {"checkpoint_format": "gptq_v2"}}
+
+
+@pytest.mark.parametrize(("family", "kind"), pairs(DENSE, [*INTEGERS]))
+def test_integers_stand_for_the_floats_of_their_scales(wide_checkpoints, tmp_path, family, kind):
+    folder, floats = write_int4(wide_checkpoints[family], tmp_path, kind, **INTEGERS[kind])
     assert torch.equal(logits(folder), logits(floats))
 
 

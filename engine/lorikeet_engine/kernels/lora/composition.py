@@ -1,10 +1,9 @@
 """Places of the ranks of a composition, for the LoRA kernels.
 
-A composition's ranks are those of its adapters, one behind the other, as if they were one
-adapter's: v = A·x has a column for each, and B·v sums over all. So a composition needs no launch of
-its own, as a pass over the tokens for each adapter would, and no copy of the matrices; only the
-place of each rank is looked up. Kernels are compiled once with this lookup and once without, and
-steps without compositions run those without.
+A composition's ranks are those of its adapters, one adapter after the other, as if one adapter had
+them all: v = A·x has a column for each rank, and B·v sums over all. So a composition needs no
+further launch and no copy of matrices: kernels look up the place of each rank. Each kernel is
+compiled with and without this lookup, and steps without compositions run the latter.
 """
 
 import torch
@@ -41,7 +40,7 @@ def ranks_at(
     side: tl.constexpr,
 ) -> tl.tuple:
     """Find ranks of the adapters in a slot → (element of the arena at which each begins, weight of
-    each one's adapter, number of ranks).
+    its adapter, number of ranks).
 
     table, members, member_weights: see LoraWeights. slot_stride: stride of the table.
     slot: slot of a composition or of an adapter; −1: of none, with `known` false.

@@ -26,7 +26,7 @@ def add_lora(
     x [tokens, d_in]
     y [tokens, sum(d_outs)]: outputs of the group's linears side by side
 
-    Sums are float32; y is rounded once, with vectors twice, for a composition once an adapter.
+    Sums are float32; y is rounded once; with vectors twice, for a composition once per adapter.
     Tokens outside every segment, and linears of rank 0 without vectors, keep their y. Raises
     ShapeError.
     """
@@ -70,7 +70,7 @@ def add_embedding_lora(
     y [tokens, hidden]: the base model's embeddings
     group: the embeddings as a group of one linear
 
-    Sums are float32; y is rounded once, for a composition once an adapter.
+    Sums are float32; y is rounded once, for a composition once per adapter.
     """
     for rows, _, a_start, b_start, rank, _, weight in pieces(weights, segments, layer, group):
         a = weights.arena[a_start : a_start + rank * group.d_in].view(group.d_in, rank)
@@ -201,7 +201,7 @@ def expand(
     B(t, s) [d_out, rank], with LoRA's scaling inside
     y [tokens, sum(d_outs)]
 
-    Sums are float32, rounded once, for a composition once an adapter. Tokens without an adapter
+    Sums are float32, rounded once, for a composition once per adapter. Tokens without an adapter
     keep their y. Raises ShapeError.
     """
     if y.dim() != 2 or y.shape[1] != sum(group.d_outs):
@@ -220,9 +220,8 @@ def pieces(
     """List the LoRA work of a fused linear, one entry for each segment, adapter of the segment and
     linear of rank above 0.
 
-    An entry is (the segment's tokens, index of the linear in the group, element of the arena at
-    which A starts, element at which B starts, rank, rank of the adapters before it in the
-    composition, weight).
+    An entry is (tokens of the segment, index of the linear in the group, elements of the arena at
+    which A and B start, rank, sum of the ranks before it in the composition, weight).
     """
     if segments.composed:
         return _composed_pieces(weights, segments, layer, group)

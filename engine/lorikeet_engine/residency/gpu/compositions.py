@@ -110,15 +110,15 @@ class Compositions:
         return CompositionLease(self._slots[digest], leases, lambda: self._ended(digest))
 
     def gather(self, composition: Composition) -> None:
-        """Protect adapters on the GPU from eviction, while the others wait for GPU memory.
+        """Protect a composition's adapters on the GPU from eviction while its others load.
 
-        To be called again until all are there. Only one composition is protected at a time: two
+        Call again until all are on the GPU. Only one composition is protected at a time: two
         could each hold memory that the other needs.
         """
         now_s = self._clock()
         if composition.digest != self._gathered and now_s < self._until_s:
             return
-        # twice a guard's time: guards of adapters of other requests end before
+        # twice GUARD_S, so that guards of other requests' adapters end first
         self._gathered, self._until_s = composition.digest, now_s + 2 * GUARD_S
         for ref in composition.members:
             self._gpu.guard_until(ref.digest, self._until_s)

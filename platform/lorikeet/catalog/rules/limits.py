@@ -20,8 +20,10 @@ LONGEST_KEY_NAME = 64  # characters
 HIGHEST_PRIORITY = 1000
 """Highest priority of a key or a pin; the lowest is -1000, the default 0."""
 LIGHTEST, HEAVIEST = 0.001, 1000.0
-_MOST_PATTERNS = 16
+_CHEAPEST, _DEAREST = 1e-6, 10**9
+_MOST_PATTERNS = 64
 _PATTERN = re.compile(r"[a-z0-9._*-]{1,64}")
+_PATTERN_OF_ANY = re.compile(r"([a-z0-9._*-]{1,64}/)?[a-z0-9._*-]{1,64}")
 _LARGEST = 10**15  # exact as a float too, as some clients parse numbers
 
 
@@ -40,6 +42,7 @@ class TenantOptions(LimitOptions, total=False):
     """Options of a tenant; see TenantRecord."""
 
     tokens_per_month: int | None
+    cost_per_month: float | None
     weight: float
     max_adapters: int | None
     max_total_bytes: int | None
@@ -88,32 +91,35 @@ def check_options(options: Mapping[str, Any]) -> None:
             raise InvalidInput(f"{name}={value}: want {want}", param=name)
 
 
-def check_publish_options(
+def check_adapter_patterns(
     tenant: str | None, scopes: Collection[Scope], adapters: Collection[str]
 ) -> None:
     """Raise InvalidInput unless scopes and adapter patterns of a new key fit together.
 
-    A publish key belongs to a tenant, has no other scope and has patterns; other keys have none.
+    A publish key belongs to a tenant, has no other scope and has patterns. Other keys of tenants
+    may have patterns, which may name a tenant, too; admins' keys have none.
     """
-    if Scope.PUBLISH not in scopes:
-        if adapters:
-            raise InvalidInput("adapters: only publish keys have patterns", param="adapters")
-        return
-    if tenant is None or len(scopes) > 1:
+    publishes = Scope.PUBLISH in scopes
+    if publishes and (tenant is None or len(scopes) > 1):
         raise InvalidInput(
             "scope 'publish' is for a tenant's key that has no other: name a tenant", param="scopes"
         )
-    if not 1 <= len(adapters) <= _MOST_PATTERNS:
+    if adapters and tenant is None:
         raise InvalidInput(
-            f"a publish key wants 1 to {_MOST_PATTERNS} patterns of adapters' names, such as "
-            "policy-*",
+            "adapters: an admin's key uses none, only tenants' keys have patterns", param="adapters"
+        )
+    if not publishes <= len(adapters) <= _MOST_PATTERNS:
+        raise InvalidInput(
+            f"a key wants at most {_MOST_PATTERNS} patterns of adapters' names, such as policy-*, "
+            "and a publish key at least one",
             param="adapters",
         )
     for pattern in adapters:
-        if not _PATTERN.fullmatch(pattern):
+        if not (_PATTERN if publishes else _PATTERN_OF_ANY).fullmatch(pattern):
+            tenants = "" if publishes else ", behind tenant/ for one that another tenant shares"
             raise InvalidInput(
                 f"adapters={pattern[:80]!a}: want the name of an adapter, in which * stands "
-                "for any characters: policy-*",
+                f"for any characters: policy-*{tenants}",
                 param="adapters",
             )
 
@@ -175,6 +181,9 @@ def _unmet(name: str, value: Any) -> str | None:
             return None if fine else f"-{HIGHEST_PRIORITY} to {HIGHEST_PRIORITY}"
         case "burst_s":
             return None if 1 <= value <= LONGEST_BURST_S else f"1 to {LONGEST_BURST_S} seconds"
+        case "cost_per_month":
+            fine = value is None or _CHEAPEST <= value <= _DEAREST
+            return None if fine else f"{_CHEAPEST:f} to {_DEAREST}, or none"
         case "name" | "expires" | "adapters":
             return None
         case _:

@@ -2,11 +2,10 @@
 
 command.py          the two commands
 options.py          an option for each setting
-environment.py      variables that the service's processes read
+environment.py      variables that the service's processes read, and ports
 base_models.py      names base models, and downloads them from the Hugging Face Hub
 adapters.py         names, checks and registers adapters
 keys.py             makes the catalog, and its first keys
-ports.py            chooses ports
 run.py              checks, starts, waits and stops; demo/ uses it too
 progress.py         shows the progress of a start
 greeting.py         text that is printed once the service is ready

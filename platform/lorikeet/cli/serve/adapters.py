@@ -133,7 +133,7 @@ def check_adapters(
     *,
     quiet: bool,
 ) -> list[CheckedAdapter]:
-    """Find the base model of each adapter, and the version that it already is.
+    """Find the base model of each adapter, and the version that already has its weights.
 
     Warns of adapters whose base model is known by its shapes alone.
 
@@ -166,10 +166,10 @@ def find_base_model(
 ) -> BaseOfAdapter:
     """Return the served base model of an adapter: by its name, or else the only one that fits.
 
-    Raises InvalidAdapter.
-
     blob: the packed adapter.
     limits: limits on rank and size.
+
+    Raises InvalidAdapter if no base model fits, or several do.
     """
     declared = declared_base_model(blob)
     says = f"it names the base model {declared!r}" if declared else "it names no base model"

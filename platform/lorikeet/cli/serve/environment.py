@@ -1,4 +1,4 @@
-"""Environment of the service's processes: settings, and the variables that Ray reads."""
+"""Environment of the service's processes: settings, ports, and the variables that Ray reads."""
 
 import contextlib
 import os
@@ -6,19 +6,24 @@ import stat
 from collections.abc import Mapping
 from pathlib import Path
 
+from lorikeet.addresses import SERVES_PORT, port_is_free, public_port
+from lorikeet.cli.output import say
 from lorikeet.errors import InvalidSetting
 from lorikeet.ray_variables import RAY_VARIABLES
+from lorikeet.settings import PREFIX, Settings
 
 HTTP_HOST = "RAY_SERVE_DEFAULT_HTTP_HOST"
 """Variable with the host of the tenants' listener."""
 _RAY_FOLDER = "RAY_TMPDIR"
 _JOINED_RAY = "RAY_ADDRESS"
+_PORT, _ADMIN = "PORT", f"{PREFIX}ADMIN_ADDRESS"
+_TRIED = 100  # ports
 
 
 def service_environment(given: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of the service: the given one, and defaults of what Ray reads.
+    """Return the given environment with defaults for the variables that Ray reads.
 
-    A Ray that runs already is not joined: its address is left out.
+    RAY_ADDRESS is left out: the service joins no Ray that runs already.
     """
     return {
         **{each.name: each.value for each in RAY_VARIABLES},
@@ -38,8 +43,33 @@ def changed(environ: Mapping[str, str], before: Mapping[str, str]) -> dict[str, 
     return {name: value for name, value in sorted(environ.items()) if before.get(name) != value}
 
 
+def with_free_ports(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return `environ` with a port for each listener: the one that it names, even if taken, else
+    the usual one, else a free one, which is printed.
+
+    Raises InvalidSetting.
+    """
+    chosen = {
+        _PORT: str(public_port(environ)),
+        _ADMIN: str(Settings.from_env(environ).admin_address),
+    }
+    named = {int(chosen[each].rpartition(":")[2]) for each in chosen if environ.get(each)}
+    for name, listener in ((_PORT, "tenants"), (_ADMIN, "administrators")):
+        if environ.get(name):
+            continue
+        host, _, usual = chosen[name].rpartition(":")
+        port = _free_port(int(usual), named)
+        named.add(port)
+        if port != int(usual):
+            say(f"Port {usual} is taken: {listener} use {port}.")
+            chosen[name] = f"{host}:{port}" if host else str(port)
+    return {**environ, **chosen}
+
+
 def make_ray_folder(environ: Mapping[str, str]) -> None:
-    """Make the private folder in which Ray makes files that every user can open, if it is ours.
+    """Make the private folder for Ray's files, which any user could open in a public folder.
+
+    Makes nothing if RAY_TMPDIR names another folder.
 
     Raises InvalidSetting if another user has made it, or it is not a folder.
     """
@@ -60,3 +90,12 @@ def make_ray_folder(environ: Mapping[str, str]) -> None:
 def _own_ray_folder() -> Path:
     """Return a path that is short: paths of Ray's sockets below it may have 107 characters."""
     return Path(f"/tmp/lorikeet-{os.getuid()}")
+
+
+def _free_port(usual: int, named: set[int]) -> int:
+    """Return the usual port, or the next free one from SERVES_PORT + 80 on.
+
+    named: ports of other listeners.
+    """
+    candidates = (usual, *range(SERVES_PORT + 80, SERVES_PORT + 80 + _TRIED))
+    return next((port for port in candidates if port not in named and port_is_free(port)), usual)

@@ -1,4 +1,4 @@
-"""Catalog of the service, and its first keys, which are kept in files of the user alone."""
+"""Catalog of the service, and its first keys, kept in files that only the user can read."""
 
 import os
 import re

@@ -11,8 +11,7 @@ from typing import TextIO
 
 from lorikeet.cli.admin_client import AdminClient
 from lorikeet.cli.output import is_shown, say
-from lorikeet.cli.serve.environment import HTTP_HOST, make_ray_folder
-from lorikeet.cli.serve.ports import with_free_ports
+from lorikeet.cli.serve.environment import HTTP_HOST, make_ray_folder, with_free_ports
 from lorikeet.cli.serve.progress import StartProgress
 from lorikeet.cli.serve.running import hold_pid_file, note_ready
 from lorikeet.cli.serve.service_process import ServiceProcess, Terminated, raise_when_terminated
@@ -147,9 +146,9 @@ def _command(environ: Mapping[str, str]) -> list[str]:
 
 
 def _wait_until_ready(service: ServiceProcess, planned: Planned, admin: AdminClient) -> bool:
-    """Wait until every base model is served; return whether that is so.
+    """Wait until every base model is served; return False if the service ends before.
 
-    There is no limit, as a large model may load for many minutes; a start that fails ends.
+    There is no time limit: a large model may load for many minutes.
     """
     while not service.ends_within(0.25):
         with (

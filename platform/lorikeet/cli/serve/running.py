@@ -1,4 +1,4 @@
-"""Lock of this folder's running service, which `lorikeet stop` stops, and no other."""
+"""Lock file of the service that runs in this folder, by which `lorikeet stop` finds it."""
 
 import fcntl
 import os
@@ -14,7 +14,7 @@ STATE = Path(".lorikeet")
 """Folder of the service's lock, log and keys, in the current folder."""
 _RUNNING = STATE / "serve.pid"
 _READY = "ready"
-_STOP_S = 80  # the service kills its processes after 60
+_STOP_S = 80  # longer than run._STOP_S, after which the service kills its processes
 
 
 def hold_pid_file() -> TextIO:

@@ -28,6 +28,15 @@ Publish = Annotated[
         show_default=False,
     ),
 ]
+Adapters = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME,…",
+        help="May only use these adapters, such as 'support,draft-*'; those of another tenant as "
+        "'lab/tone'. No base models.",
+        show_default=False,
+    ),
+]
 Name = Annotated[
     str, typer.Option(help="A label, shown by `lorikeet keys list`.", show_default=False)
 ]
@@ -58,6 +67,7 @@ def create(
         typer.Option("--read-only", help="May only read: no changes, no generation."),
     ] = False,
     publish: Publish = None,
+    adapters: Adapters = None,
     name: Name = "",
     expires: Expires = None,
     as_json: AsJson = False,
@@ -72,12 +82,15 @@ def create(
         raise typer.BadParameter("want either --tenant NAME or --admin")
     if publish and (read_only or for_admin):
         raise typer.BadParameter("want --publish with --tenant, and without --read-only")
+    if adapters is not None and (publish or for_admin):
+        raise typer.BadParameter("want --adapters with --tenant, and without --publish")
+    patterns = publish or (adapters.split(",") if adapters is not None else [])
     scope = "read-only" if read_only else "admin" if for_admin else "infer"
     answer = admin(ctx).post(
         "/keys" if tenant is None else f"/tenants/{tenant}/keys",
         {
             "scopes": ["publish" if publish else scope],
-            **({"adapters": publish} if publish else {}),
+            **({"adapters": patterns} if patterns else {}),
             "name": name,
             "expires_s": expires,
             **limits,

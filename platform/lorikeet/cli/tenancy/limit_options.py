@@ -60,6 +60,13 @@ def parse_weight(text: str) -> float:
     return float(text)
 
 
+def parse_money(text: str) -> float:
+    """Parse an amount of money above 0. Raises typer.BadParameter."""
+    if not re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,6})?", text) or float(text) <= 0:
+        raise typer.BadParameter(f"{text!r}: want an amount above 0, such as 250 or 99.50")
+    return float(text)
+
+
 def parse_priority(text: str) -> int:
     """Parse a priority, an integer. Raises typer.BadParameter."""
     if not re.fullmatch(r"-?[0-9]{1,4}", text):
@@ -144,6 +151,16 @@ TENANT_LIMIT_OPTIONS = (
         "--tokens-per-month",
         "Tokens a month",
         "Tokens a calendar month (UTC), such as 500M.",
+    ),
+    LimitOption(
+        "cost_per_month",
+        "--cost-per-month",
+        "AMOUNT|none",
+        parse_money,
+        lambda value: f"{value:.12g}",
+        "Cost a month",
+        "Money a calendar month (UTC), by the prices of LORIKEET_PRICES, such as 250 or 99.50.",
+        _NO_LIMIT,
     ),
     LimitOption(
         "weight",

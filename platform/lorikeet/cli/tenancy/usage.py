@@ -73,7 +73,7 @@ def usage(
     as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV, and nothing else.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show tenants' usage: tokens, requests, time on GPUs, loads.
+    """Show tenants' usage: tokens, their cost, requests, time on GPUs, loads.
 
     Replicas and gateways report every LORIKEET_USAGE_FLUSH_S seconds; newer usage is missing.
 
@@ -106,9 +106,13 @@ def _print_csv(rows: Sequence[Mapping[str, Any]]) -> None:
 
 def _print_table(rows: Sequence[Mapping[str, Any]]) -> None:
     names = [name for name in _NAMES if rows and name in rows[0]]
+    priced = ["cost"] if any(row["cost"] for row in rows) else []
     print_table(
-        [_NAMES[name] for name in names] + list(_NUMBERS.values()),
-        [[*(row[name] for name in names), *_numbers(row)] for row in rows],
+        [_NAMES[name] for name in names] + ["#Cost" for _ in priced] + list(_NUMBERS.values()),
+        [
+            [*map(row.get, names), *(f"{row[each]:.2f}" for each in priced), *_numbers(row)]
+            for row in rows
+        ],
         empty="Nothing was used.",
     )
 

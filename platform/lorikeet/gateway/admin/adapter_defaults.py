@@ -47,8 +47,8 @@ class DefaultsBody(Body):
 async def checked_defaults(
     wanted: DefaultsBody | None, encoders: CallEncoders, tenant: str, base_model: str
 ) -> RequestDefaults | None:
-    """Return the request defaults to register, once a few chats have been rendered with them; None
-    without any.
+    """Check request defaults by rendering a few chats; return those to register, None if none are
+    set.
 
     A stop string that is one token of its own, such as <|im_end|>, becomes a stop token, since
     answers omit the text of special tokens.

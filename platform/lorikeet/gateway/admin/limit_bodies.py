@@ -47,6 +47,7 @@ class TenantLimitsBody(LimitsBody):
     nulls: ClassVar[frozenset[str]] = named - _NEVER_NONE
 
     tokens_per_month: int | None = None
+    cost_per_month: float | None = None
     weight: float | None = None
     max_adapters: int | None = None
     max_total_bytes: int | None = None

@@ -29,7 +29,8 @@ class NewTenant(TenantLimitsBody):
 class TenantKey(NewKeyBody):
     """Request to create a tenant's key, which can generate or push adapters but not administer.
 
-    adapters: patterns of the adapter names that a publish key may push.
+    adapters: patterns of the adapter names that a publish key may push, or the only ones that
+        another key may use.
     """
 
     scopes: list[Literal["infer", "read-only", "publish"]] = Field(

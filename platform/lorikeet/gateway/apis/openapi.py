@@ -112,6 +112,7 @@ def document(*, with_vllm: bool = False, with_tinker: bool = False) -> dict[str,
         "paths": {
             **_generating(),
             **_stored_responses(),
+            **_files(),
             "/v1/models": _get("list_models", "List models"),
             "/v1/models/{model}": _get(
                 "get_model",
@@ -170,11 +171,46 @@ def _stored_responses() -> dict[str, Any]:
         "list_input_items",
         "List the conversation that a stored response answers",
         response_id,
-        _query("limit", "", "items of a page, from 1 to 100; else 20"),
-        _query("after", "", "the id of the item before the page"),
-        _query("order", "", "asc or desc; else desc, the newest first"),
+        *_page("items"),
     )
     return {path: get | {"delete": delete["get"]}, f"{path}/input_items": listed}
+
+
+def _files() -> dict[str, Any]:
+    file_id = _path("file_id", "a file's id, file- and 24 hexadecimal digits")
+    one, text = "/v1/files/{file_id}", {"type": "string"}
+    get = _get("get_file", "Look up a file", file_id)
+    delete = _get("delete_file", "Delete a file", file_id)
+    content = _get("get_file_content", "Read a file", file_id)
+    read = content["get"]["responses"]["200"]
+    read["content"] = {"application/octet-stream": {"schema": text}}
+    listed = _get(
+        "list_files",
+        "List files, a hundred in a page",
+        _query("purpose", "", "batch or batch_output; else both"),
+        *_page("files"),
+    )
+    form = {
+        "type": "object",
+        "required": ["file", "purpose"],
+        "properties": {
+            "file": text | {"format": "binary"},
+            "purpose": text | {"enum": ["batch"]},
+            "expires_after[anchor]": text | {"enum": ["created_at"]},
+            "expires_after[seconds]": {"type": "integer"},
+        },
+    }
+    upload = {
+        "operationId": "upload_file",
+        "summary": "Upload the input of a batch",
+        "requestBody": {"required": True, "content": {"multipart/form-data": {"schema": form}}},
+        "responses": _responses(_JSON, _ERRORS),
+    }
+    return {
+        "/v1/files": listed | {"post": upload},
+        one: get | {"delete": delete["get"]},
+        f"{one}/content": content,
+    }
 
 
 def _pushing() -> dict[str, Any]:
@@ -306,6 +342,15 @@ def _path(name: str, description: str) -> dict[str, Any]:
 def _query(name: str, form: str, description: str) -> dict[str, Any]:
     schema = {"type": "string"} | ({"format": form} if form else {})
     return {"name": name, "in": "query", "description": description, "schema": schema}
+
+
+def _page(things: str) -> list[dict[str, Any]]:
+    """Return the parameters of a list's pages."""
+    return [
+        _query("limit", "", f"{things} of a page, from 1 to 100"),
+        _query("after", "", "the id before the page"),
+        _query("order", "", "asc or desc; else desc, the newest first"),
+    ]
 
 
 def _responses(answer: Mapping[str, Any], others: Mapping[str, str]) -> dict[str, Any]:

@@ -41,7 +41,8 @@ def model_routes(
             # the tenant's own first and base models last, as some clients take the first model
             ordered = sorted(adapters, key=lambda record: record.tenant != tenant)
             entries = [entry for record in ordered for entry in _adapter_entries(record)]
-            entries += map(_base_entry, services.base_models)
+            if not caller.key.adapters:
+                entries += map(_base_entry, services.base_models)
             lengths = {name: context_of(name, caller) for name in services.base_models}
             for entry in entries:
                 entry["max_model_len"] = lengths.get(entry["parent"] or entry["id"])
@@ -49,7 +50,7 @@ def model_routes(
 
         async with reads.admitted(request) as caller:
             tenant = caller.tenant.name
-            adapters = await authenticator.visible_adapters(tenant)
+            adapters = await authenticator.visible_adapters(caller)
             reads.limiter.count(tenant, len(adapters) / _ADAPTERS_OF_READ)
             listed = await asyncio.to_thread(text, caller, adapters)  # 10,000 take 0.1 s
         return Response(listed, media_type="application/json")
@@ -57,7 +58,7 @@ def model_routes(
     @router.get("/{model:path}")
     async def get_model(request: Request, model: str) -> dict[str, Any]:
         async with reads.admitted(request) as caller:
-            found = await authenticator.resolve_model(model, caller.tenant.name)
+            found = await authenticator.resolve_model(model, caller)
         entry = _base_entry(model)
         if isinstance(ref := found.adapter, AdapterRef):
             entry = _entry(model, ref.tenant, found.created, found.base_model)

@@ -23,7 +23,7 @@ from lorikeet.errors import (
 )
 from lorikeet.gateway.admin.blob_validation import matching_names
 from lorikeet.gateway.apis.api_request import adapters_in
-from lorikeet.gateway.auth import RequestAuthenticator, ResolvedModel
+from lorikeet.gateway.auth import Caller, RequestAuthenticator, ResolvedModel
 from lorikeet.gateway.body import read_json
 from lorikeet.gateway.client_disconnect import result_before_disconnect
 from lorikeet.gateway.generate import GenerateEndpoint
@@ -148,9 +148,10 @@ class _Endpoints:
         async with self._reads.admitted(request) as caller:
             body = await read_json(request, SamplingSessionRequest)
             if body.model_path is None:
-                model = self._base_model(body.base_model or "")
+                named = self._base_model(body.base_model or "")
             else:
-                model = _pinned(await self._resolve(body.model_path, caller.tenant.name))
+                named = body.model_path
+            model = _pinned(await self._resolve(named, caller))
             return {
                 "type": "create_sampling_session",
                 "sampling_session_id": sampling_session_id(model),
@@ -163,7 +164,7 @@ class _Endpoints:
                 model = model_of_session(sampler_id)
             except ValueError as error:
                 raise InvalidInput(f"sampler_id: {error}", param="sampler_id") from None
-            found = await self._resolve(model, caller.tenant.name)
+            found = await self._resolve(model, caller)
             path = None if found.adapter is None else f"tinker://{model}"
             return {
                 "sampler_id": sampler_id,
@@ -175,14 +176,15 @@ class _Endpoints:
         """Return an adapter's base model and rank."""
         async with self._reads.admitted(request) as caller:
             body = await read_json(request, WeightsInfoRequest)
-            found = await self._resolve(body.tinker_path, caller.tenant.name)
+            found = await self._resolve(body.tinker_path, caller)
             is_lora = found.adapter is not None
             rank = found.rank if is_lora else None
             return {"base_model": self._hub_name(found), "is_lora": is_lora, "lora_rank": rank}
 
     async def capabilities(self, request: Request) -> dict[str, Any]:
-        """Return the served base models."""
-        async with self._reads.admitted(request):
+        """Return the base models that a key may use, of which a key for some adapters has none."""
+        async with self._reads.admitted(request) as caller:
+            base_models = () if caller.key.adapters else self._services.base_models
             models = [
                 {
                     "model_name": name,
@@ -190,7 +192,7 @@ class _Endpoints:
                     "trainable": False,
                     "sampleable": True,
                 }
-                for name in self._services.base_models
+                for name in base_models
             ]
             return {"supported_models": models}
 
@@ -271,11 +273,11 @@ class _Endpoints:
         of_hub = (alias for alias in served.aliases if re.fullmatch(r"[^/]+/[^/]+", alias))
         return next(of_hub, found.base_model)
 
-    async def _resolve(self, model: str, tenant: str) -> ResolvedModel:
+    async def _resolve(self, model: str, caller: Caller) -> ResolvedModel:
         named = adapters_in(model, self._services.base_models)
         if named is None:
-            return await self._authenticator.resolve_model(model, tenant)
-        return await self._authenticator.resolve_composition(model, named, tenant)
+            return await self._authenticator.resolve_model(model, caller)
+        return await self._authenticator.resolve_composition(model, named, caller)
 
 
 def _pinned(found: ResolvedModel) -> str:

@@ -184,9 +184,7 @@ class VllmEndpoints:
 
     async def _load(self, request: Request, schema: type[LoadRequest]) -> str:
         """Push the adapter in a folder as an ephemeral version, and wait until all replicas have
-        it. Returns the adapter's name, as the client wrote it.
-
-        Repeating the request has no further effect (idempotent).
+        it; return the adapter's name, as the client wrote it. Idempotent.
         """
         async with self._pushes.admitted(request) as pusher:
             self._reads.count(pusher.caller.tenant.name)

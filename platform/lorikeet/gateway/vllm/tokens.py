@@ -40,7 +40,7 @@ def token_routes(
     async def tokenize(request: Request) -> dict[str, Any]:
         async with reads.admitted(request) as caller:
             body, tenant = await read(request, caller, TokenizeRequest), caller.tenant.name
-            model = await authenticator.resolve_model(body.model, tenant)
+            model = await authenticator.resolve_model(body.model, caller)
             max_context = services.engines.max_context(model.base_model)
             encoders = services.encoders
             if body.prompt is not None:
@@ -71,7 +71,7 @@ def token_routes(
     async def detokenize(request: Request) -> dict[str, str]:
         async with reads.admitted(request) as caller:
             body, tenant = await read(request, caller, DetokenizeRequest), caller.tenant.name
-            model = await authenticator.resolve_model(body.model, tenant)
+            model = await authenticator.resolve_model(body.model, caller)
             text = await services.encoders.decode(model.base_model, tenant, body.tokens)
             return {"prompt": text}
 

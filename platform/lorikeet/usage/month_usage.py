@@ -1,4 +1,4 @@
-"""Tokens of each tenant in the present month, refreshed incrementally."""
+"""Usage of each tenant in the present month, refreshed incrementally."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -6,13 +6,12 @@ from datetime import date
 
 from lorikeet.catalog.store.object_store import ObjectStore
 from lorikeet.usage.day_reader import DayReader
-from lorikeet.usage.ledger import day_of
+from lorikeet.usage.ledger import NOTHING, UsageCounts, add_to, day_of
 from lorikeet.usage.reader import WHOLE_S, days
 
 
-class MonthTokens:
-    """Each tenant's prompt and output tokens of the present month, UTC, as far as recorded in the
-    store.
+class MonthUsage:
+    """Each tenant's usage of the present month, UTC, as far as recorded in the store.
 
     `of` is thread-safe; `refresh` may run in one thread at a time.
     """
@@ -21,11 +20,11 @@ class MonthTokens:
         self._store, self._clock = store, clock
         self._days: dict[date, DayReader[str]] = {}
         self._whole_at: float | None = None
-        self._tokens: Mapping[str, int] = {}
+        self._use: Mapping[str, UsageCounts] = {}
 
-    def of(self, tenant: str) -> int:
-        """Return a tenant's tokens as of the last refresh; 0 before the first."""
-        return self._tokens.get(tenant, 0)
+    def of(self, tenant: str) -> UsageCounts:
+        """Return a tenant's usage as of the last refresh; NOTHING before the first."""
+        return self._use.get(tenant, NOTHING)
 
     def refresh(self) -> None:
         """Read new usage, usually with one LIST. Raises StoreError and then keeps the old sums."""
@@ -45,8 +44,8 @@ class MonthTokens:
         else:
             begun[today].read_new(now)
         self._days = begun
-        tokens: dict[str, int] = {}
+        use: dict[str, UsageCounts] = {}
         for day in begun.values():
             for tenant, counts in day.sums.items():
-                tokens[tenant] = tokens.get(tenant, 0) + counts.tokens
-        self._tokens = tokens
+                add_to(use, tenant, counts)
+        self._use = use

@@ -1,6 +1,9 @@
-"""Every form of an adapter of hybrids is served as PEFT computes it, or refused by name."""
+"""Every form of an adapter of gpt-oss, hybrids and newer families is served as PEFT computes it, or
+refused by name.
+"""
 
 import re
+from functools import cache
 from pathlib import Path
 from random import Random
 
@@ -9,32 +12,35 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from lorikeet_engine.adapter_format import MLX_WEIGHTS_FILE, WEIGHTS_FILE
+from tests.corpus import gpt_oss, hybrids, new_families
 from tests.corpus.bases import Base
+from tests.corpus.cases import each_form
 from tests.corpus.draft import Draft
-from tests.corpus.hybrids import ALL, each_form, hybrid_cases
 from tests.corpus.reference import reference
 from tests.corpus.register import Refusal, register
 from tests.corpus.served import packed_deltas
 
-SERVED = [case for case in hybrid_cases() if not case.says]
+GROUPS = (gpt_oss.CASES, hybrids.CASES, new_families.CASES)
+EVERY = [case for cases in GROUPS for case in cases]
 _ENCODERS = (".visual.", "vision_tower.", "audio_tower.", "embed_vision.")
 
 
 @pytest.fixture(scope="session")
-def bases(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("hybrids")
-    return {family: Base.save(family, folder / family / "model") for family in ALL}
+def base_of(tmp_path_factory):
+    """Return a function that saves a family's base model once."""
+    folder = tmp_path_factory.mktemp("families")
+    return cache(lambda family: Base.save(family, folder / family / "model"))
 
 
-def built(case, bases, folder: Path) -> Draft:
-    draft = Draft(bases[case.family], folder, case.rank, case.seed)
+def built(case, base_of, folder: Path) -> Draft:
+    draft = Draft(base_of(case.family), folder, case.rank, case.seed)
     case.build(draft)
     return draft
 
 
-def judge(case, bases, folder) -> Draft:
+def judge(case, base_of, folder) -> Draft:
     """Check that a case is refused by name, or has the deltas of PEFT; return its draft."""
-    draft = built(case, bases, folder)
+    draft = built(case, base_of, folder)
     if case.says:
         with pytest.raises(Refusal) as caught:
             register(draft)
@@ -67,27 +73,31 @@ def check_no_mutation_is_silent(draft: Draft, mutations: int | None) -> None:
                 register(draft)
 
 
-@pytest.mark.parametrize("case", each_form(), ids=lambda case: case.name)
-def test_every_form_of_a_hybrid_is_equal_to_peft_or_refused_by_name(case, bases, tmp_path):
-    draft = judge(case, bases, tmp_path)
+@pytest.mark.parametrize(
+    "case", [case for cases in GROUPS for case in each_form(cases)], ids=lambda case: case.name
+)
+def test_every_form_is_equal_to_peft_or_refused_by_name(case, base_of, tmp_path):
+    draft = judge(case, base_of, tmp_path)
     if not case.says:
         check_no_mutation_is_silent(draft, mutations=1)
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("case", hybrid_cases(), ids=lambda case: case.name)
-def test_every_form_of_every_hybrid_is_equal_to_peft_or_refused_by_name(case, bases, tmp_path):
-    judge(case, bases, tmp_path)
+@pytest.mark.parametrize("case", EVERY, ids=lambda case: case.name)
+def test_every_form_of_every_family_is_equal_to_peft_or_refused_by_name(case, base_of, tmp_path):
+    judge(case, base_of, tmp_path)
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("case", SERVED, ids=lambda case: case.name)
-def test_no_folder_of_a_hybrid_that_lost_a_tensor_is_served(case, bases, tmp_path):
-    draft = built(case, bases, tmp_path)
+@pytest.mark.parametrize(
+    "case", [case for case in EVERY if not case.says], ids=lambda case: case.name
+)
+def test_no_folder_that_lost_a_tensor_is_served(case, base_of, tmp_path):
+    draft = built(case, base_of, tmp_path)
     register(draft)
     check_no_mutation_is_silent(draft, mutations=None)
 
 
-def test_the_forms_of_hybrids_are_sixty_folders_and_more():
-    names = [case.name for case in hybrid_cases()]
-    assert len(names) == len(set(names)) >= 60
+def test_the_forms_are_three_hundred_folders_and_more():
+    names = [case.name for case in EVERY]
+    assert len(names) == len(set(names)) >= 300

@@ -1,0 +1,231 @@
+"""Store of tenants' files: the input and the output of batches, in the catalog's store.
+
+files/TENANT/ID describes a file, and file_contents/TENANT/ID-EXPIRY holds its bytes, where EXPIRY
+is the time at which the file expires in hexadecimal Unix seconds. Contents are written first, so a
+described file is whole. Ids begin with the time in milliseconds: they sort by age.
+"""
+
+import json
+import re
+import secrets
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal
+
+from lorikeet.catalog.store.object_store import ObjectStore, StoredObject, in_parallel
+from lorikeet.errors import InsufficientQuota, InvalidInput, NotFound, ObjectExists, ObjectNotFound
+from lorikeet.retry_after import REPAIR_S
+
+PREFIX, CONTENTS = "files/", "file_contents/"
+LIFETIME_S = 30 * 86_400
+"""Seconds for which a file is kept unless its upload says otherwise, and the longest lifetime."""
+MAX_FILES = 10_000
+"""Limit on the files of one tenant, so that all of them can be listed in about a second."""
+PAGE = 100
+"""Limit on the files or batches in one page of a list: each is read from the store."""
+_ORPHAN_S = 86_400.0
+_ID = re.compile("file-[0-9a-f]{24}(-output|-errors)?")
+
+Purpose = Literal["batch", "batch_output"]
+Order = Literal["asc", "desc"]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFile:
+    """Description of a file.
+
+    bytes: size of the file.
+    created_at: Unix seconds.
+    expires_at: Unix seconds.
+    """
+
+    id: str
+    bytes: int
+    created_at: int
+    filename: str
+    expires_at: int
+
+    @property
+    def purpose(self) -> Purpose:
+        """Purpose of the file in OpenAI's terms."""
+        return purpose_of(self.id)
+
+    def json(self) -> dict[str, Any]:
+        """Return the file as OpenAI's file object."""
+        fixed = {"object": "file", "purpose": self.purpose, "status": "processed"}
+        return asdict(self) | fixed
+
+
+class FileStore:
+    """Store that saves, lists and deletes tenants' files. Thread-safe.
+
+    quota_bytes: limit on the bytes of one tenant's files together. Batches' output counts, but is
+        never refused.
+    clock: function that returns the time in Unix seconds.
+    """
+
+    def __init__(self, store: ObjectStore, quota_bytes: int, clock: Callable[[], float]) -> None:
+        self.store, self.clock = store, clock
+        self._quota_bytes = quota_bytes
+
+    def check_quota(self, tenant: str, size: int) -> None:
+        """Raise InsufficientQuota if a tenant has no room for `size` more bytes."""
+        used = files = 0
+        for one in self.store.scan(f"{CONTENTS}{tenant}/"):
+            if _expiry(one.key) > self.clock():
+                used, files = used + one.size_bytes, files + 1
+        if used + size > self._quota_bytes or files >= MAX_FILES:
+            raise InsufficientQuota(
+                f"this tenant has {used} bytes in {files} files, and the limit is "
+                f"{self._quota_bytes} bytes in {MAX_FILES} files: delete some files",
+                retry_after_s=REPAIR_S,
+            )
+
+    def add(
+        self, tenant: str, path: Path, filename: str, lifetime_s: int, file_id: str | None = None
+    ) -> StoredFile:
+        """Save the bytes at `path` as a file and return its description.
+
+        file_id: id of the file; None: a new id. If a file of this id exists, the file is returned
+            and stays as it is.
+
+        Raises StoreError.
+        """
+        now, size = self.clock(), path.stat().st_size
+        made = StoredFile(
+            file_id or f"file-{sortable_id(now)}", size, int(now), filename, int(now) + lifetime_s
+        )
+        if file_id is not None and (found := self._find(tenant, file_id)) is not None:
+            return found
+        self.store.put_file(_contents(tenant, made), path)
+        try:
+            self.store.put_if_absent(_key(tenant, made.id), json.dumps(asdict(made)).encode())
+        except ObjectExists:
+            found = self._find(tenant, made.id)
+            assert found is not None, "files are deleted by nobody while they are made"
+            if found.expires_at != made.expires_at:
+                self.store.delete(_contents(tenant, made))
+            return found
+        return made
+
+    def get(self, tenant: str, file_id: str) -> StoredFile:
+        """Return a tenant's file.
+
+        Raises StoreError, and NotFound without distinguishing an unknown id, another tenant's file
+        and a deleted or expired one.
+        """
+        found = self._find(tenant, file_id)
+        if found is None or found.expires_at <= self.clock():
+            raise _not_found()
+        return found
+
+    def download(self, tenant: str, file_id: str, path: Path) -> StoredFile:
+        """Write a tenant's file to `path` and return its description. Raises NotFound,
+        StoreError.
+        """
+        found = self.get(tenant, file_id)
+        try:
+            self.store.download(_contents(tenant, found), path)
+        except ObjectNotFound:
+            raise _not_found() from None
+        return found
+
+    def delete(self, tenant: str, file_id: str) -> None:
+        """Delete a tenant's file. Raises NotFound, StoreError."""
+        found = self.get(tenant, file_id)
+        self.store.delete(_key(tenant, file_id))
+        self.store.delete(_contents(tenant, found))
+
+    def page(
+        self, tenant: str, limit: int, after: str | None, order: Order, purpose: str | None
+    ) -> tuple[list[StoredFile], bool]:
+        """Return at most PAGE of a tenant's files, and whether more follow.
+
+        after: id of the last file of the previous page; None: the first page.
+        order: asc: oldest first.
+        purpose: the only purpose to list; None: all.
+
+        Raises InvalidInput if `after` is no file's id; StoreError.
+        """
+        ids = [key.rpartition("/")[2] for key in self.store.list(f"{PREFIX}{tenant}/")]
+        ids = [one for one in ids if purpose in (None, purpose_of(one))]
+        shown, more = page_of(ids, min(limit, PAGE), after, order)
+        found = in_parallel(lambda one: self._find(tenant, one), shown)
+        return [one for one in found if one and one.expires_at > self.clock()], more
+
+    def _find(self, tenant: str, file_id: str) -> StoredFile | None:
+        if not _ID.fullmatch(file_id):
+            return None
+        try:
+            return StoredFile(**json.loads(self.store.get(_key(tenant, file_id))))
+        except ObjectNotFound:
+            return None
+
+
+def sortable_id(now: float) -> str:
+    """Return 24 hexadecimal digits: the time in milliseconds, then random ones.
+
+    now: Unix seconds.
+    """
+    return f"{int(now * 1000):012x}{secrets.token_hex(6)}"
+
+
+def purpose_of(file_id: str) -> Purpose:
+    """Return the purpose of a file, in OpenAI's terms, by its id."""
+    return "batch_output" if file_id.endswith(("-output", "-errors")) else "batch"
+
+
+def page_of(ids: list[str], limit: int, after: str | None, order: Order) -> tuple[list[str], bool]:
+    """Return a page of ids and whether more follow.
+
+    ids: all ids, oldest first.
+    after: id before the page; None: the first page.
+
+    Raises InvalidInput if `after` is not among the ids.
+    """
+    if order == "desc":
+        ids = ids[::-1]
+    if after is not None:
+        if after not in ids:
+            raise InvalidInput("after: want the id of one of these objects", param="after")
+        ids = ids[ids.index(after) + 1 :]
+    return list(islice(ids, limit)), len(ids) > limit
+
+
+def clean_up(store: ObjectStore, now: float, *, dry_run: bool) -> Iterator[StoredObject]:
+    """Delete expired files, and contents that no file has, and yield each object deleted.
+
+    now: Unix seconds.
+    dry_run: yield without deleting.
+
+    Raises StoreError.
+    """
+    described = set(store.list(PREFIX))
+    for one in store.scan(CONTENTS):
+        tenant, name = one.key.split("/")[1:]
+        key = f"{PREFIX}{tenant}/{name.rpartition('-')[0]}"
+        if _expiry(one.key) <= now or (key not in described and one.modified + _ORPHAN_S <= now):
+            if not dry_run:
+                store.delete(key)
+                store.delete(one.key)
+            yield one
+
+
+def _key(tenant: str, file_id: str) -> str:
+    return f"{PREFIX}{tenant}/{file_id}"
+
+
+def _contents(tenant: str, file: StoredFile) -> str:
+    return f"{CONTENTS}{tenant}/{file.id}-{file.expires_at:x}"
+
+
+def _expiry(key: str) -> int:
+    return int(key.rpartition("-")[2], 16)
+
+
+def _not_found() -> NotFound:
+    return NotFound(
+        "no such file is stored: it may have been deleted or have expired", param="file_id"
+    )

@@ -1,0 +1,145 @@
+"""Audit stream: a line of JSON for each request of a known key to change something as an admin."""
+
+import json
+import logging
+import logging.handlers
+import sys
+from typing import Any
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from lorikeet.catalog.records import KeyRecord
+from lorikeet.gateway.error_responses import CREATED
+from lorikeet.logs import JsonLines
+
+log = logging.getLogger(__name__)
+
+STDOUT = "stdout"
+"""Value of the setting that sends the stream to the process's standard output."""
+_PREFIX = "/admin/v1"
+_READING = ("GET", "HEAD")
+_NAMES = ("id", "tenant", "adapter", "version")
+"""Members of the answer of a request that has made something, by which the stream names it."""
+_LONGEST_SUBJECT = 200  # characters
+_LONGEST_ANSWER = 64 * 2**10  # bytes
+
+
+class AuditStream:
+    """Audit stream of a gateway, as the event `admin_action`.
+
+    to: `stdout`, or path of a file that lines are appended to. Several processes may append to one
+        file. A file that was moved or deleted is made again.
+    gateway: the gateway's name.
+
+    Raises OSError if the file cannot be opened.
+    """
+
+    def __init__(self, to: str, gateway: str) -> None:
+        handler = logging.StreamHandler(sys.__stdout__) if to == STDOUT else _File(to)
+        handler.setFormatter(JsonLines())
+        self._handler, self._gateway = handler, gateway
+
+    def write(
+        self, key: KeyRecord, request_id: str, action: str, subject: str, status: int, made: Any
+    ) -> None:
+        """Write one line.
+
+        key: key of the request.
+        action: method of the request and its route below /admin/v1.
+        subject: names in the request's path.
+        status: HTTP status of the answer; 0: the request was not answered.
+        made: names of what the request has made; None: nothing.
+        """
+        record = logging.makeLogRecord(
+            {
+                "levelname": "INFO",
+                "msg": "admin_action",
+                "key": key.id,
+                "key_name": key.name,
+                "action": action,
+                "subject": subject,
+                "result": _result(status),
+                "status": status,
+                "made": made,
+                "request_id": request_id,
+                "gateway": self._gateway,
+            }
+        )
+        self._handler.handle(record)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._handler.close()
+
+
+class AuditMiddleware:
+    """Middleware that writes admins' requests other than GET to the audit stream, before their
+    answers end.
+
+    A request without a valid key is none of a known admin, and is not written.
+    """
+
+    def __init__(self, app: ASGIApp, stream: AuditStream) -> None:
+        self._app, self._stream = app, stream
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on to the application, and write it to the stream if it has to be."""
+        of_admin = scope["type"] == "http" and scope["path"].startswith(_PREFIX)
+        if not of_admin or scope["method"] in _READING:
+            await self._app(scope, receive, send)
+            return
+        status, answer, written = 0, bytearray(), False
+
+        def write() -> None:
+            nonlocal written
+            key = scope["state"].get("key")
+            if key is not None and not written:
+                action = f"{scope['method']} {scope['route'].path}"
+                subject = "/".join(scope["path_params"].values())[:_LONGEST_SUBJECT]
+                request_id = scope["state"]["request_id"]
+                self._stream.write(key, request_id, action, subject, status, _made(bytes(answer)))
+            written = True
+
+        async def watch(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            else:
+                if status == CREATED and len(answer) < _LONGEST_ANSWER:
+                    answer.extend(message.get("body", b""))
+                if not message.get("more_body", False):
+                    write()
+            await send(message)
+
+        try:
+            await self._app(scope, receive, watch)
+        finally:
+            write()
+
+
+class _File(logging.handlers.WatchedFileHandler):
+    """File of the stream. A line that cannot be written is told in the log, and lost."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            super().emit(record)
+        except OSError:  # of opening the file again, which the base class lets pass
+            self.handleError(record)
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: ARG002, N802
+        log.error("audit_not_written", extra={"error": repr(sys.exc_info()[1])})
+
+
+def _result(status: int) -> str:
+    if status == 0:
+        return "unanswered"
+    return "done" if status < 400 else "refused" if status < 500 else "failed"
+
+
+def _made(answer: bytes) -> dict[str, Any] | None:
+    """Return the names of what an answer says was made. A new key's secret is none of them."""
+    try:
+        body = json.loads(answer)
+    except ValueError:
+        return None
+    return {name: body[name] for name in _NAMES if name in body}

@@ -1,0 +1,218 @@
+"""OpenID Connect tokens as keys: verified, and made a key of the tenant and roles in their claims.
+
+Imported only where a token's issuer is set.
+"""
+
+import asyncio
+import hashlib
+import logging
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import httpx
+import jwt
+
+from lorikeet.catalog.records import KeyRecord, Scope
+from lorikeet.errors import Forbidden, InvalidKey, Unavailable
+from lorikeet.oidc_issuer import OidcIssuer
+from lorikeet.retry_after import STORE_AWAY_S
+
+log = logging.getLogger(__name__)
+
+ALGORITHMS = (
+    *("RS256", "RS384", "RS512", "PS256", "PS384", "PS512"),
+    *("ES256", "ES384", "ES512", "EdDSA"),
+)
+"""Algorithms of signatures that are accepted. All are asymmetric."""
+ROLES = {
+    "lorikeet-infer": (False, Scope.INFER),
+    "lorikeet-read-only": (False, Scope.READ_ONLY),
+    "lorikeet-admin": (True, Scope.ADMIN),
+    "lorikeet-admin-read-only": (True, Scope.READ_ONLY),
+}
+"""Meaning of each role of a token: True for a role of admins, and the scope."""
+_SKEW_S = 30.0
+"""Seconds by which the issuer's clock may differ from the gateway's."""
+_FRESH_S = 300.0
+"""Seconds after which keys are read again when a token needs one."""
+_LONGEST_S = 3600.0
+"""Seconds for which keys stay in use while the issuer does not answer."""
+_GAP_S = 10.0
+"""Minimum seconds between two reads of the keys, however many unknown keys tokens name."""
+_READ_S = 5.0
+_MOST_BYTES = 256 * 2**10
+_LONGEST_TOKEN = 16 * 2**10  # characters
+
+
+class OidcTokens:
+    """Verifier of one issuer's tokens. For use in one event loop."""
+
+    def __init__(self, issuer: OidcIssuer, clock: Callable[[], float] = time.monotonic) -> None:
+        """clock: seconds, which never go back."""
+        self._issuer = issuer
+        self._keys = SigningKeys(issuer.jwks, clock)
+
+    async def key_of(self, token: str, *, of_admin: bool) -> KeyRecord:
+        """Return a token as a key, which no catalog holds.
+
+        The key's id is `oidc-` and 16 hex digits of the SHA-256 of issuer and subject, so that it
+        names the same person at each token, and nobody's name.
+
+        of_admin: the request is one of the admins' API, for which the token's roles of tenants do
+            not count; and the other way around.
+
+        Raises InvalidKey for a token that is not valid here, Forbidden for one without a fitting
+        role or without a tenant, Unavailable if the issuer's keys cannot be read.
+        """
+        claims = await self._verified(token)
+        roles = _words(_claim(claims, self._issuer.roles))
+        found = (ROLES[role] for role in roles if role in ROLES)
+        scopes = frozenset(scope for is_admins, scope in found if is_admins is of_admin)
+        if not scopes:
+            wanted = ", ".join(role for role, (admins, _) in ROLES.items() if admins is of_admin)
+            raise Forbidden(
+                f"this token has no role for this request: its claim {self._issuer.roles!r} "
+                f"wants one of {wanted}"
+            )
+        tenant = None if of_admin else _claim(claims, self._issuer.tenant)
+        if not of_admin and not isinstance(tenant, str):
+            raise Forbidden(
+                f"this token names no tenant: its claim {self._issuer.tenant!r} wants a tenant's "
+                "name"
+            )
+        subject = hashlib.sha256(f"{claims['iss']} {claims['sub']}".encode()).hexdigest()
+        return KeyRecord(f"oidc-{subject[:16]}", tenant, scopes, "", float(claims["iat"]))
+
+    async def _verified(self, token: str) -> Mapping[str, Any]:
+        """Return the claims of a token whose signature, issuer, audience and times are valid.
+
+        Raises InvalidKey and Unavailable.
+        """
+        try:
+            if len(token) > _LONGEST_TOKEN:
+                raise jwt.InvalidTokenError("it is too long")
+            header = jwt.get_unverified_header(token)
+            name, algorithm = header.get("kid"), header.get("alg")
+            if algorithm not in ALGORITHMS:
+                allowed = ", ".join(ALGORITHMS)
+                raise jwt.InvalidAlgorithmError(f"its algorithm is not one of {allowed}")
+            key = await self._keys.find(name) if isinstance(name, str) else None
+            if key is None:
+                raise jwt.InvalidTokenError("its kid names no key of the issuer")
+            claims: dict[str, Any] = jwt.decode(
+                token,
+                key,
+                algorithms=[algorithm],
+                audience=self._issuer.audience,
+                issuer=self._issuer.issuer,
+                leeway=_SKEW_S,
+                options={"require": ["exp", "iat", "iss", "aud", "sub"]},
+            )
+        except (jwt.InvalidTokenError, RecursionError) as error:
+            raise InvalidKey(
+                f"this token is not valid here ({error}): get another from "
+                f"{self._issuer.issuer} for the audience {self._issuer.audience}"
+            ) from error
+        return claims
+
+
+class SigningKeys:
+    """Public keys of an issuer by their ids, read when a token needs them. For use in one event
+    loop.
+
+    A read that fails leaves the last keys in force for _LONGEST_S. Its beginning and end are logged
+    once.
+    """
+
+    def __init__(self, url: str, clock: Callable[[], float]) -> None:
+        """Set up keys of which none is read yet.
+
+        url: address of the JWKS.
+        clock: seconds, which never go back.
+        """
+        self._url, self._clock = url, clock
+        self._keys: dict[str, jwt.PyJWK] = {}
+        self._read_s = self._begun_s = float("-inf")
+        self._reading: asyncio.Task[None] | None = None
+        self._failing = False
+
+    async def find(self, name: str) -> jwt.PyJWK | None:
+        """Return the key of an id; None if the issuer has none.
+
+        Keys older than _FRESH_S are read again, in the background where the key is known; an
+        unknown id waits for the read. Raises Unavailable if the keys are older than _LONGEST_S and
+        cannot be read.
+        """
+        now = self._clock()
+        known = self._keys.get(name)
+        if known is None or now - self._read_s > _FRESH_S:
+            if self._reading is None and now - self._begun_s > _GAP_S:
+                self._begun_s = now
+                self._reading = asyncio.create_task(self._read())
+            if self._reading is not None and (known is None or now - self._read_s > _LONGEST_S):
+                await asyncio.shield(self._reading)
+        if self._clock() - self._read_s > _LONGEST_S:
+            raise Unavailable(
+                "the keys of this token's issuer cannot be read now: send it again later",
+                retry_after_s=STORE_AWAY_S,
+            )
+        return self._keys.get(name)
+
+    async def _read(self) -> None:
+        try:
+            async with asyncio.timeout(_READ_S):
+                self._keys = _signing_keys(await _fetched(self._url))
+            self._read_s = self._clock()
+            if self._failing:
+                log.info("issuer_reachable", extra={"jwks": self._url})
+            self._failing = False
+        except Exception as error:  # on any error the last keys stay in force
+            if not self._failing:
+                log.warning("issuer_unreachable", extra={"jwks": self._url, "error": repr(error)})
+            self._failing = True
+        finally:
+            self._reading = None
+
+
+async def _fetched(url: str) -> bytes:
+    """Return the body at an address. Raises httpx.HTTPError, and ValueError beyond _MOST_BYTES."""
+    body = bytearray()
+    async with httpx.AsyncClient(timeout=_READ_S) as client, client.stream("GET", url) as answer:
+        if answer.status_code != httpx.codes.OK:
+            raise ValueError(f"status {answer.status_code}")
+        async for part in answer.aiter_bytes():
+            body += part
+            if len(body) > _MOST_BYTES:
+                raise ValueError(f"more than {_MOST_BYTES} bytes")
+    return bytes(body)
+
+
+def _signing_keys(jwks: bytes) -> dict[str, jwt.PyJWK]:
+    """Return the keys for signatures in a JWKS by their ids. Secret keys, of which none should be
+    there, are left out.
+    """
+    keys = jwt.PyJWKSet.from_json(jwks.decode()).keys
+    return {
+        key.key_id: key
+        for key in keys
+        if key.key_id and key.key_type != "oct" and key.public_key_use in ("sig", None)
+    }
+
+
+def _claim(claims: Mapping[str, Any], name: str) -> Any:
+    """Return the claim of a name, or of a path with dots between, as realm_access.roles; None if
+    there is none.
+    """
+    if name in claims:
+        return claims[name]
+    value: Any = claims
+    for part in name.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
+
+
+def _words(value: Any) -> list[str]:
+    """Return the roles in a claim: a list of texts, or one text with spaces between."""
+    words = value.split() if isinstance(value, str) else value if isinstance(value, list) else []
+    return [word for word in words if isinstance(word, str)]

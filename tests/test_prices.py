@@ -1,0 +1,54 @@
+"""Prices as settings write them, and costs by them."""
+
+import pytest
+
+from lorikeet.errors import InvalidSetting
+from lorikeet.prices import COST_UNITS, FREE, Price, parse_prices, price_of
+from lorikeet.settings import Settings
+from lorikeet_engine.adapter import AdapterRef, Composition
+
+TEXT = "base=0.15/0.03/0.6,acme/support=3/0.0125/1.2"
+PRICES = {
+    "base": Price(150_000, 30_000, 600_000),
+    "acme/support": Price(3_000_000, 12_500, 1_200_000),
+}
+SUPPORT = AdapterRef("acme", "support", 1, "a" * 64)
+TONE = AdapterRef("acme", "tone", 1, "b" * 64)
+
+
+def test_prices_are_read_and_written_exactly() -> None:
+    assert parse_prices(TEXT) == PRICES
+    assert ",".join(f"{name}={price}" for name, price in PRICES.items()) == TEXT
+
+
+def test_a_cost_is_the_sum_over_classes_of_tokens() -> None:
+    cost = PRICES["base"].cost(1_000_000, 400_000, 50_000)
+    assert cost / COST_UNITS == pytest.approx(0.6 * 0.15 + 0.4 * 0.03 + 0.05 * 0.6, rel=1e-15)
+
+
+def test_an_adapter_has_its_own_price_or_its_base_models() -> None:
+    assert price_of(PRICES, "base", None) == price_of(PRICES, "base", TONE) == PRICES["base"]
+    assert price_of(PRICES, "base", SUPPORT) == PRICES["acme/support"]
+    assert price_of(PRICES, "other", TONE) == price_of({}, "base", SUPPORT) == FREE
+
+
+def test_a_composition_has_the_highest_price_of_each_class() -> None:
+    both = Composition((SUPPORT, TONE), (1.0, 1.0))
+    assert price_of(PRICES, "base", both) == Price(3_000_000, 30_000, 1_200_000)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("base", "want name=input/cached/output"),
+        ("base=1/2", "want name=input/cached/output"),
+        ("base=-1/0/2", "want name=input/cached/output"),
+        ("base=0.0000001/0/2", "want name=input/cached/output"),
+        ("=1/2/3", "want name=input/cached/output"),
+        ("base=1/2/3,base=1/2/3", "base is given twice"),
+        ("bse=1/2/3", "bse is no base model: there are base"),
+    ],
+)
+def test_other_forms_are_refused(text: str, says: str) -> None:
+    with pytest.raises(InvalidSetting, match=says):
+        Settings.from_env({"LORIKEET_BASE_MODELS": "base=demo/model", "LORIKEET_PRICES": text})
