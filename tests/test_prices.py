@@ -3,7 +3,7 @@
 import pytest
 
 from lorikeet.errors import InvalidSetting
-from lorikeet.prices import COST_UNITS, FREE, Price, parse_prices, price_of
+from lorikeet.prices import COST_UNITS, FREE, Price, parse_prices, price_of, show_money
 from lorikeet.settings import Settings
 from lorikeet_engine.adapter import AdapterRef, Composition
 
@@ -19,6 +19,11 @@ TONE = AdapterRef("acme", "tone", 1, "b" * 64)
 def test_prices_are_read_and_written_exactly() -> None:
     assert parse_prices(TEXT) == PRICES
     assert ",".join(f"{name}={price}" for name, price in PRICES.items()) == TEXT
+
+
+def test_money_is_shown_without_an_exponent() -> None:
+    amounts = (250.0, 99.5, 0.00001, 1e9)
+    assert list(map(show_money, amounts)) == ["250", "99.5", "0.00001", "1000000000"]
 
 
 def test_a_cost_is_the_sum_over_classes_of_tokens() -> None:

@@ -3,7 +3,7 @@
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import IntEnum
+from enum import IntEnum, StrEnum
 from itertools import pairwise
 
 from lorikeet_engine.errors import InvalidRequest
@@ -14,6 +14,35 @@ MAX_WEIGHT = 2.0
 """Largest absolute weight of an adapter in a composition."""
 
 
+MAX_LABELS = 1024
+"""Largest number of labels of a classification head."""
+
+
+class Problem(StrEnum):
+    """Kind of a classification head's task; the values are those of problem_type in transformers'
+    configs.
+    """
+
+    REGRESSION = "regression"
+    SINGLE_LABEL = "single_label_classification"
+    MULTI_LABEL = "multi_label_classification"
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """Classification or reward head of an adapter: a row of weights for each label.
+
+    labels: name of each label, in the order of the rows.
+    problem: kind of the task; None: not stated.
+    pad_token: token id of the training's padding. As in transformers, such tokens at the end of a
+        prompt are left out; None: the base model's own pad_token_id.
+    """
+
+    labels: tuple[str, ...]
+    problem: Problem | None = None
+    pad_token: int | None = None
+
+
 @dataclass(frozen=True, slots=True, order=True)
 class AdapterRef:
     """One immutable version of one adapter; the same value everywhere from the catalog to the GPU.
@@ -22,6 +51,7 @@ class AdapterRef:
         have the same weights, so caches are keyed by the digest alone.
     invocation_tokens: of an activated LoRA (aLoRA), the tokens from which on it changes a prompt;
         () for other adapters.
+    head: classification or reward head; None for adapters that generate.
     """
 
     tenant: str
@@ -29,6 +59,7 @@ class AdapterRef:
     version: int
     digest: str
     invocation_tokens: tuple[int, ...] = field(default=(), compare=False)
+    head: Head | None = field(default=None, compare=False)
 
     @property
     def members(self) -> "tuple[AdapterRef, ...]":
@@ -73,7 +104,7 @@ class Composition:
 
     def __post_init__(self) -> None:
         """Raise InvalidRequest unless the adapters are 1 to MAX_MEMBERS different ones, none an
-        activated LoRA, with weights of at most MAX_WEIGHT.
+        activated LoRA or with a head, with weights of at most MAX_WEIGHT.
         """
         if not 1 <= len(self.members) <= MAX_MEMBERS:
             raise InvalidRequest(
@@ -85,6 +116,12 @@ class Composition:
                 raise InvalidRequest(
                     f"{ref} is an activated LoRA, which changes only a part of the prompt: name it "
                     "alone, without a weight",
+                    param="adapters",
+                )
+            if ref.head is not None:
+                raise InvalidRequest(
+                    f"{ref} has a classification head, which cannot be added to other adapters: "
+                    "name it alone, without a weight",
                     param="adapters",
                 )
             if not -MAX_WEIGHT <= weight <= MAX_WEIGHT:

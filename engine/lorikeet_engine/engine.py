@@ -340,16 +340,16 @@ class Engine:
     def _read(self, step: steps.InFlightStep) -> None:
         try:
             sampled = step.sample.wait()
-            scores = step.scores.wait() if step.scores else None
+            scores = [reader.wait() for reader in (step.scores, step.pooled) if reader]
         except Exception as error:
             self._step_failed(step.chunks, error)
             return
         step_s, expected = self._counters.step_read(step.launch), step.launch.expected
         if expected is not None:
             self._step_budget.record(step_s, expected)
-        if scores is not None:
-            self._fail(scores.errors)
-            self._requests.add_scores(scores.outputs)
+        for each in scores:
+            self._fail(each.errors)
+            self._requests.add_scores(each.outputs)
         rows = itertools.count()
         for chunk in step.chunks:
             row = next(rows) if chunk.completes else None

@@ -1,5 +1,6 @@
 """Messages into and out of the engine: requests and outputs of token ids, plain and picklable."""
 
+from array import array
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 from typing import NamedTuple
@@ -162,6 +163,7 @@ class Request:
         None for a choice that has ended there. Empty for a new request. The engine outputs only
         the tokens that follow, which are those that the other engine would have sampled next:
         penalties, grammar, limits and draws count the made tokens. Prompts are not scored again.
+    pools: return a Pooled of each prompt, before the one token that the prompt's choice makes.
     """
 
     request_id: str
@@ -172,6 +174,7 @@ class Request:
     salt: str = ""
     scheduling: SchedulingParams = field(default_factory=SchedulingParams)
     made: tuple[tuple[int, ...] | None, ...] = ()
+    pools: bool = False
 
     def __post_init__(self) -> None:
         _require(self.n >= 1, "n", self.n, "an integer ≥ 1")
@@ -180,6 +183,9 @@ class Request:
         choices, want = len(self.prompts) * self.n, "the tokens of each choice, one not ended"
         unended = len(self.made) == choices and any(made is not None for made in self.made)
         _require(not self.made or unended, "made", len(self.made), want)
+        alone = self.n == self.sampling.max_tokens == 1 and not self.made
+        want = "n and max_tokens of 1, and no made tokens"
+        _require(not self.pools or alone, "pools", self.pools, want)
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,6 +273,20 @@ class PromptLogprobs:
 
 
 @dataclass(frozen=True, slots=True)
+class Pooled:
+    """Values that represent one prompt: one for each label of the adapter's head or, without a
+    head, the last token's hidden state.
+
+    choice: index of the prompt.
+    values: float32.
+    """
+
+    request_id: str
+    choice: int
+    values: "array[float]"
+
+
+@dataclass(frozen=True, slots=True)
 class Failed:
     """Error that ended a whole request; no output of the request follows."""
 
@@ -274,7 +294,7 @@ class Failed:
     error: EngineError
 
 
-Output = Tokens | PromptLogprobs | Failed
+Output = Tokens | PromptLogprobs | Pooled | Failed
 
 
 def _require(holds: bool, param: str, value: object, want: str) -> None:

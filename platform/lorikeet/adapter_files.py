@@ -19,6 +19,7 @@ from lorikeet_engine.errors import AdapterRejected
 
 KNOWN_FILES = (CONFIG_FILE, WEIGHTS_FILE, MLX_WEIGHTS_FILE, INDEX_FILE)
 """Files that mark a folder as an adapter's: any one suffices. The index names the shards."""
+BASE_CONFIG_FILE = "config.json"
 MAX_SOURCE_BYTES = 8 << 30
 
 
@@ -26,7 +27,7 @@ def adapter_files(
     source: str, sizes: Mapping[str, int], read: Callable[[str], bytes]
 ) -> tuple[str, ...]:
     """Return the files to copy: config, weights (in one file or in shards), files of chat template
-    and tokenizer.
+    and tokenizer, and the base model's config, which names labels.
 
     source: name of the source, for errors.
     sizes: bytes of all files of the folder, by name.
@@ -67,6 +68,7 @@ def _checked(source: str, sizes: Mapping[str, int], names: tuple[str, ...]) -> t
         raise InvalidInput(f"{source} has {total} bytes: the limit is {MAX_SOURCE_BYTES}")
     limits = dict.fromkeys(TEMPLATE_FILES, MAX_TEMPLATE_BYTES)
     limits |= dict.fromkeys(TOKENIZER_FILES, MAX_TOKENIZER_BYTES)
+    limits[BASE_CONFIG_FILE] = MAX_TEMPLATE_BYTES
     beside = (name for name, limit in limits.items() if sizes.get(name, limit + 1) <= limit)
     return (*names, *beside)
 

@@ -73,6 +73,11 @@ def parse_prices(value: object) -> object:
     return prices
 
 
+def show_money(amount: float) -> str:
+    """Format an amount of money, to 10^-6."""
+    return f"{amount:.6f}".rstrip("0").rstrip(".")
+
+
 def price_of(prices: Prices, base_model: str, adapter: Adapter | None) -> Price:
     """Return the price of a request's tokens.
 

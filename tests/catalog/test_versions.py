@@ -23,7 +23,7 @@ from lorikeet.errors import (
 )
 from lorikeet.parity.figures import GapCause, Parity, Verdict
 from lorikeet.request_defaults import RequestDefaults
-from lorikeet_engine.adapter import AdapterRef, TouchedModules
+from lorikeet_engine.adapter import AdapterRef, Head, Problem, TouchedModules
 
 Register = Callable[..., VersionRecord]
 
@@ -325,15 +325,18 @@ def test_optional_facts_of_a_version_survive_log_and_snapshot(
     blob = tmp_path / "blob"
     proof = Parity(Verdict.WARNED, 64, 0.06, 0.5, 1e-3, 0.05, GapCause.QUANTIZATION, "in FP8")
     accepted = Parity(Verdict.ACCEPTED, 64, 0.006, 0.05, 1e-5)
+    head = Head(("calm", "wild"), Problem.MULTI_LABEL, 3)
     kinds = (
-        (None, None, (), None),
-        (touches, None, (), None),
-        (touches, "org/Demo-4bit", (7, 9), None),
-        (touches, "org/Demo-4bit", (7, 9), proof),
-        (touches, "", (), accepted),
-        (touches, None, (), accepted),
+        (None, None, (), None, None),
+        (touches, None, (), None, None),
+        (touches, "org/Demo-4bit", (7, 9), None, None),
+        (touches, "org/Demo-4bit", (7, 9), proof, None),
+        (touches, "", (), accepted, None),
+        (touches, None, (), accepted, None),
+        (touches, None, (), None, head),
+        (touches, None, (), None, Head(("LABEL_0",))),
     )
-    for number, (known, trained_on, tokens, parity) in enumerate(kinds):
+    for number, (known, trained_on, tokens, parity, scored) in enumerate(kinds):
         blob.write_bytes(data := bytes([number]))
         digest = hashlib.sha256(data).hexdigest()
         facts = BlobFacts(
@@ -342,30 +345,35 @@ def test_optional_facts_of_a_version_survive_log_and_snapshot(
             trained_on=trained_on,
             invocation_tokens=tokens,
             parity=parity,
+            head=scored,
         )
         catalog.register("acme", "support", blob, facts, actor="ann")
     seq = catalog.reader.snapshot()
 
     read = [entry for entry in Log(store).read(0) if entry.seq <= seq]
     registered = [c for e in read for c in e.changes if isinstance(c, VersionRegistered)]
-    found = tuple((c.touches, c.trained_on, c.invocation_tokens, c.parity) for c in registered)
+    found = tuple(
+        (c.touches, c.trained_on, c.invocation_tokens, c.parity, c.head) for c in registered
+    )
     assert found == kinds
     tenant = catalog.reader.state.tenant_state("acme")
     again = decode_tenant("acme", encode_tenant(tenant))
     versions = again.adapters["support"].versions
-    kept = tuple((v.touches, v.trained_on, v.invocation_tokens, v.parity) for v in versions)
+    kept = tuple((v.touches, v.trained_on, v.invocation_tokens, v.parity, v.head) for v in versions)
     assert kept == kinds
     assert again == tenant
     assert again.adapters["support"].ref(versions[2]).invocation_tokens == (7, 9)
+    assert again.adapters["support"].ref(versions[6]).head == head
 
 
-def test_releases_that_know_no_invocation_tokens_read_no_entry_with_them(
+def test_releases_that_know_no_invocation_tokens_or_heads_read_no_entry_with_them(
     catalog: AdapterCatalog, store: ObjectStore, tmp_path: Path
 ) -> None:
     blob = tmp_path / "blob"
-    for number, tokens in enumerate(((), (7, 9))):
+    kinds = ((), None), ((7, 9), None), ((), Head(("LABEL_0",)))
+    for number, (tokens, head) in enumerate(kinds):
         blob.write_bytes(data := bytes([number]))
         digest = hashlib.sha256(data).hexdigest()
-        facts = BlobFacts(digest, 1, 8, "demo", 1, invocation_tokens=tokens)
+        facts = BlobFacts(digest, 1, 8, "demo", 1, invocation_tokens=tokens, head=head)
         catalog.register("acme", "support", blob, facts, actor="ann")
-    assert [entry.schema for entry in Log(store).read(0)][-2:] == [1, 2]
+    assert [entry.schema for entry in Log(store).read(0)][-3:] == [1, 2, 2]

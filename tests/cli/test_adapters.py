@@ -340,6 +340,21 @@ def test_register_show_and_why_tell_of_an_invocation(lorikeet: Lorikeet, tmp_pat
         assert ("does not have the adapter's invocation tokens" in said) == never
 
 
+def test_register_and_show_tell_of_a_head(lorikeet: Lorikeet, tmp_path: Path) -> None:
+    folder = peft_folder(tmp_path / "tone")
+    config = json.loads((folder / "adapter_config.json").read_text())
+    config |= {"task_type": "SEQ_CLS", "modules_to_save": ["score"]}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    tensors = load_file(folder / "adapter_model.safetensors")
+    width = tensors["base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"].shape[1]
+    tensors["base_model.model.score.weight"] = np.ones((2, width), np.float32)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    (folder / "config.json").write_text('{"id2label": {"0": "calm", "1": "wild"}}')
+    says = "classifies texts by a head of 2 labels: calm, wild"
+    assert f"\n{says}\n" in lorikeet.do("register", str(folder), "acme/tone")
+    assert f"Version 1 {says}" in lorikeet.do("show", "acme/tone").splitlines()
+
+
 def test_promote_then_rollback(lorikeet: Lorikeet, tmp_path: Path) -> None:
     register(lorikeet, tmp_path)
     register(lorikeet, tmp_path, seed=1)

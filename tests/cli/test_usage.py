@@ -70,8 +70,8 @@ def test_costs_are_a_column_where_tokens_have_prices(lorikeet: Lorikeet, days: l
     assert UsageWriter(lorikeet.catalog.store, ledger, 60.0, lambda: None, time.time).flush()
     said = lorikeet.do("usage", "--from", days[0], "--by", "tenant")
     assert "Cost" in said
-    assert ["acme", "12.35"] in [line.split()[:2] for line in said.splitlines()]
-    assert ["globex", "0.00"] in [line.split()[:2] for line in said.splitlines()]
+    assert ["acme", "12.3456"] in [line.split()[:2] for line in said.splitlines()]
+    assert ["globex", "0.0000"] in [line.split()[:2] for line in said.splitlines()]
 
 
 def test_nothing_used_says_so(lorikeet: Lorikeet) -> None:

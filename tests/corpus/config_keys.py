@@ -66,7 +66,7 @@ _METHODS: tuple[tuple[str, str, Any], ...] = (
     ("layer_replication", "another base model", [[0, 2], [1, 3]]),
     ("target_parameters", "no weight is for a parameter", ["mlp.experts.gate_up_proj"]),
     ("alora_invocation_tokens", "invocation has token|cannot activate", [128_006, 78]),
-    ("modules_to_save", "whole modules", ["score"]),
+    ("modules_to_save", "whole modules", ["norm"]),
     ("use_qa_lora", "QA-LoRA", True),
 )
 _INITS = ("pissa_niter_16", "loftq", "olora", "corda", "lora_ga", "an init of next year", 7)

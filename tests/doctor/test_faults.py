@@ -25,6 +25,7 @@ from lorikeet_engine.models.stored_tensors import SINGLE
 from tests.doctor.conftest import GIB, H100, HOST, Patient, faults, keys_of, variable
 from tests.engine.conftest import LATENT, save_all
 from tests.engine.models.quantized_checkpoints import AWQ, awq, linears
+from tests.gateway.test_oidc import running_issuer
 
 OK, WARNING, PROBLEM = Severity.OK, Severity.WARNING, Severity.PROBLEM
 
@@ -209,6 +210,20 @@ PLANTED = {
         WARNING,
         "LORIKEET_LOAD_FROM=.* is no folder",
         "mount",
+    ),
+    "an audit stream in a folder that is none": Fault(
+        "audit stream",
+        variable("AUDIT_LOG", f"{__file__}/audit"),
+        PROBLEM,
+        "LORIKEET_AUDIT_LOG=.* cannot be written",
+        "LORIKEET_AUDIT_LOG=stdout",
+    ),
+    "an identity provider that is away": Fault(
+        "identity provider",
+        variable("OIDC", "issuer=https://id,audience=lorikeet,jwks=http://127.0.0.1:9/keys"),
+        WARNING,
+        "http://127.0.0.1:9/keys cannot be read",
+        "jwks in LORIKEET_OIDC",
     ),
     "an FP8 cache on GPUs that have no FP8": Fault(
         "gpus",
@@ -628,6 +643,18 @@ def test_a_readable_folder_to_load_from_is_no_fault(patient: Patient) -> None:
     (found,) = patient.examined("shared folder", **variable("LOAD_FROM", str(patient.model)))
     assert faults([found]) == []
     assert patient.examined("shared folder") == []
+
+
+def test_an_audit_stream_and_a_providers_keys_are_no_faults(
+    patient: Patient, tmp_path: Path
+) -> None:
+    for name in (str(tmp_path / "audit"), "stdout"):
+        assert faults(patient.examined("audit stream", **variable("AUDIT_LOG", name))) == []
+    with running_issuer() as (_, url):
+        issuer = variable("OIDC", f"issuer=https://id,audience=lorikeet,jwks={url}")
+        (found,) = patient.examined("identity provider", **issuer)
+    assert faults([found]) == []
+    assert found.message == "1 keys of https://id"
 
 
 def test_missing_compilers_are_found(

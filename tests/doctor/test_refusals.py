@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
+from loadtest.ports import free_port
 from lorikeet.catalog.kept_view import KeptView
 from lorikeet.catalog.reader import CatalogReader
 from lorikeet.catalog.store.object_store import open_store
@@ -36,13 +37,13 @@ def test_a_start_without_faults_is_not_refused(patient: Patient) -> None:
         ("DEVICE", "cuda", "torch is built for the CPU"),
         ("TENSOR_PARALLEL", "3", "num_attention_heads=4"),
         ("MAX_CONTEXT", "1000000", "max_context"),
-        ("ADMIN_ADDRESS", "192.0.2.1:8001", "LORIKEET_ADMIN_ADDRESS"),
+        ("ADMIN_ADDRESS", "192.0.2.1:{port}", "LORIKEET_ADMIN_ADDRESS"),
     ],
 )
 def test_a_wrong_setting_refuses_the_start(
     patient: Patient, name: str, value: str, named: str
 ) -> None:
-    fault = refused(patient, **variable(name, value))
+    fault = refused(patient, **variable(name, value.format(port=free_port())))
     assert named in fault.message
     assert fault.fix
 

@@ -8,6 +8,7 @@ from lorikeet_engine.adapter import AdapterRef
 from lorikeet_engine.adapter_format import write_blob
 from lorikeet_engine.adapter_format.header import read_header
 from lorikeet_engine.adapter_format.lora_config import LoraConfig
+from lorikeet_engine.adapter_format.score_head import parse_head
 from lorikeet_engine.adapter_format.spec import METADATA_KEY
 
 
@@ -29,7 +30,9 @@ class BlobShelf:
         temporary = self.folder / f"{name}.tmp"
         digest = write_blob(peft_folder, temporary)
         temporary.rename(self.folder / digest)
-        return AdapterRef(tenant, name, 1, digest, invocation_tokens(self.folder / digest))
+        blob = self.folder / digest
+        head = parse_head(read_header(blob).metadata)
+        return AdapterRef(tenant, name, 1, digest, invocation_tokens(blob), head)
 
     def hold(self, ref: AdapterRef) -> None:
         """Block fetches of an adapter."""

@@ -13,13 +13,14 @@ import torch
 from lorikeet_engine.adapter import Adapter, Residency
 from lorikeet_engine.engine import Engine, EngineSettings
 from lorikeet_engine.execution.kv_tensors import kv_shape
-from lorikeet_engine.execution.prompt_scores import PromptScores
+from lorikeet_engine.execution.prompt_scores import LogitsReader
 from lorikeet_engine.models.batch import Batch
 from lorikeet_engine.models.config import ModelConfig
 from lorikeet_engine.parallel.shard import Shard
 from lorikeet_engine.request import (
     Failed,
     FinishReason,
+    Pooled,
     PromptLogprobs,
     Request,
     SamplingParams,
@@ -69,6 +70,7 @@ class RecordingRunner:
         self.error: Exception | None = None
         self._runner = engine._runner
         self.kv_windows, self.state_slots = self._runner.kv_windows, self._runner.state_slots
+        self.weights = self._runner.weights
         engine._runner = self  # type: ignore[assignment]
 
     @property
@@ -79,7 +81,7 @@ class RecordingRunner:
     def share(self, *arguments: Any) -> None:
         self._runner.share(*arguments)
 
-    def forward(self, batch: Batch, scores: PromptScores | None = None) -> torch.Tensor:
+    def forward(self, batch: Batch, scores: LogitsReader | None = None) -> torch.Tensor:
         self.batches.append(batch)
         if self.error is not None:
             error, self.error = self.error, None
@@ -100,6 +102,7 @@ class Answers:
         self.outputs: dict[tuple[str, int], list[Tokens]] = {}
         self.finish: dict[tuple[str, int], FinishReason] = {}
         self.scores: dict[tuple[str, int], list[TokenLogprobs]] = {}
+        self.pooled: dict[tuple[str, int], list[float]] = {}
         self.errors: dict[str, Exception] = {}
         self.pending: dict[str, int] = {}
 
@@ -123,6 +126,10 @@ class Answers:
             if isinstance(output, PromptLogprobs):
                 assert choice not in self.tokens, "the prompt is scored after its answer began"
                 self.scores.setdefault(choice, []).extend(output.logprobs)
+                continue
+            if isinstance(output, Pooled):
+                assert choice not in self.pooled, "a prompt is pooled twice"
+                self.pooled[choice] = output.values.tolist()
                 continue
             self.tokens.setdefault(choice, []).extend(output.token_ids)
             self.outputs.setdefault(choice, []).append(output)

@@ -58,6 +58,31 @@ def save_adapter(checkpoint: Path, folder: Path, seed: int = 0, **lora: Any) -> 
     return folder
 
 
+def classifier(checkpoint: Path, labels: int) -> Any:
+    """Load a checkpoint's model for sequence classification in transformers, in float32."""
+    return transformers.AutoModelForSequenceClassification.from_pretrained(
+        checkpoint, num_labels=labels, dtype=torch.float32, attn_implementation="eager"
+    )
+
+
+def save_head(checkpoint: Path, folder: Path, labels: int, seed: int = 0, **lora: Any) -> Path:
+    """Save a PEFT folder of a random classifier over a checkpoint's model.
+
+    lora: LoraConfig's arguments.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        base = classifier(checkpoint, labels)
+        model = peft.get_peft_model(base, peft.LoraConfig(task_type="SEQ_CLS", **lora))
+        for name, weight in model.named_parameters():
+            if "lora_B" in name:
+                weight.data.normal_(0.0, 0.1)
+            if "modules_to_save" in name:
+                weight.data.normal_(0.0, 0.5)
+    model.save_pretrained(folder)
+    return folder
+
+
 def invoking(ids: list[int], invocation: Sequence[int]) -> list[int]:
     """Return a prompt with an activated LoRA's invocation tokens in its last tenth."""
     at = len(ids) * 9 // 10

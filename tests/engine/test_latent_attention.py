@@ -10,6 +10,7 @@ from loadtest.engine.random_model import CONFIGS
 from lorikeet_engine.adapter_format import BaseShape, read_config
 from lorikeet_engine.errors import ModelError, SettingsError
 from lorikeet_engine.execution.kv_tensors import kv_shape
+from lorikeet_engine.execution.memory_plan import step_bytes
 from lorikeet_engine.kernels.moe import Sigmoids, route
 from lorikeet_engine.models.config import ModelConfig
 from lorikeet_engine.models.llama import load_model
@@ -19,6 +20,7 @@ from tests.engine.engine_driver import Answers, build
 from tests.engine.models.test_models import Run, prompt_of, reference
 from tests.engine.moe_adapters import BOTH
 from tests.engine.peft_world import PeftWorld, ask
+from tests.engine.tiny_engine import SETTINGS
 
 LATENTS = ["q_a_proj", "kv_a_proj_with_mqa"]
 ADAPTERS = {
@@ -75,6 +77,16 @@ def test_a_page_holds_latents_and_shared_keys_alone(tmp_path, ranks):
     shape = Shard(0, ranks).part_of(config.shape)
     pages = torch.empty(kv_shape(config, shape, 7, 16, "cuda"), device="meta")
     assert pages.numel() == 47 * 7 * 16 * (512 + 64)
+
+
+def test_a_step_has_room_for_every_heads_absorbed_queries_and_outputs(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(dict(CONFIGS["glm-4.7-flash"])))
+    config = ModelConfig.from_folder(tmp_path)
+    shape, settings = config.shape, replace(SETTINGS, dtype="bfloat16", max_batch_tokens=1000)
+    twice = replace(shape, heads=2 * shape.heads)
+    more = step_bytes(config, twice, settings) - step_bytes(config, shape, settings)
+    # queries of 256, absorbed ones of 512 + 64, outputs of 512, and behind them of 256
+    assert more == 1000 * 2 * shape.heads * (256 + 576 + 512 + 256)
 
 
 @pytest.mark.parametrize(

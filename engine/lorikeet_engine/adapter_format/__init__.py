@@ -13,7 +13,7 @@ process.
     trainer's folder → blob     `blob`, from `saved_weights` (files), `tensor_names` (their names),
                                 `lora_config` (adapter_config.json, with `targets`,
                                 `expressions` and `peft_release`), `experts`, `joined`,
-                                `token_rows` and `vectors`;
+                                `token_rows`, `score_head` and `vectors`;
                                 `mlx` reads MLX's folders, and `trtllm` converts TensorRT-LLM's
                                 to PEFT's
     blob → checked adapter      `spec`, from `header` and against the base model's `shape`;

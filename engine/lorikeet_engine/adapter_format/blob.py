@@ -30,6 +30,12 @@ from lorikeet_engine.adapter_format.joined import Written, join_parts
 from lorikeet_engine.adapter_format.lora_config import LoraConfig, refuse_unsupported
 from lorikeet_engine.adapter_format.mlx import is_mlx, mlx_tensors, peft_config
 from lorikeet_engine.adapter_format.saved_weights import WEIGHTS_FILE, SavedTensor, saved_tensors
+from lorikeet_engine.adapter_format.score_head import (
+    head_metadata,
+    head_tensor_name,
+    take_head,
+    trained_head,
+)
 from lorikeet_engine.adapter_format.spec import METADATA_KEY, pair_tensors
 from lorikeet_engine.adapter_format.tensor_names import (
     canonical_module,
@@ -79,7 +85,8 @@ def write_blob(folder: Path, out: Path, warn: Warn = lambda _: None) -> str:
     tensors = _of_the_decoder(tensors, warn)
     copies = _copies(tensors)
     tensors = {name: tensor for name, tensor in tensors.items() if not copied_module(name)}
-    rows = _take_rows(tensors)
+    rows, of_head = _take_rows(tensors), take_head(tensors)
+    head = trained_head(raw, of_head, folder)
     tokens, vectors = trained_tokens(raw, rows), take_vectors(tensors)
     doubt: Warn = (lambda _: None) if mlx else warn  # MLX's format has one reading
     pairs, read_for = name_parameters(pair_tensors(tensors, split_saved_name), raw, doubt)
@@ -87,6 +94,7 @@ def write_blob(folder: Path, out: Path, warn: Warn = lambda _: None) -> str:
     check_vectors(raw, vectors, [*map(canonical_module, pairs)])
     modules, config = join_parts(*stack_experts(_in_blobs(pairs), config))
     named: dict[str, Written] = {token_rows_name(m): tensor for m, tensor in rows.items()}
+    named |= {head_tensor_name(part): tensor for part, tensor in of_head.items()}
     for module, sides in modules.items():
         named |= {tensor_name(module, side): tensor for side, tensor in sides.items()}
     for module, kinds in vectors.items():
@@ -96,7 +104,7 @@ def write_blob(folder: Path, out: Path, warn: Warn = lambda _: None) -> str:
         with out.open("wb") as file:
             places = {name: (tensor.blob_dtype, tensor.shape) for name, tensor in named.items()}
             metadata = {METADATA_KEY: config.to_json()} | copies_metadata(copies)
-            metadata |= tokens_metadata(tokens)
+            metadata |= tokens_metadata(tokens) | head_metadata(head)
             file.write(header_bytes(places, metadata))
             for tensor in named.values():
                 file.writelines(tensor.pieces())

@@ -23,6 +23,7 @@ from lorikeet_engine.adapter_format.peft_release import (
     is_before,
     training_release,
 )
+from lorikeet_engine.adapter_format.score_head import HEAD_MODULES
 from lorikeet_engine.adapter_format.targets import check_targets, resolve_patterns
 from lorikeet_engine.adapter_format.tensor_names import canonical_module, is_of_vision, is_outer
 from lorikeet_engine.errors import AdapterRejected
@@ -86,7 +87,8 @@ _WITHOUT_EFFECT = frozenset(
 _NOTES = ("unsloth_", "swift_", "_")
 _BIASES = ("none", "all", "lora_only", False, None)
 _REASONS = {
-    "modules_to_save": "whole modules cannot be served beside the base model; train without them",
+    "modules_to_save": "whole modules cannot be served beside the base model, except a head named "
+    "score or classifier; train without them",
     "loftq_config": "LoftQ changes the base model; train without it",
     "layer_replication": "replicated layers make another base model; train without them",
     "use_qalora": "QA-LoRA pools the layers' inputs; train with use_qalora=False",
@@ -251,7 +253,7 @@ def refuse_unsupported(raw: Mapping[str, Any]) -> None:
         )
     for key, value in raw.items():
         known = key in _UNDERSTOOD | _WITHOUT_EFFECT or key.startswith(_NOTES)
-        if value and not known and not _is_of_vision_alone(key, value):
+        if value and not known and not _is_served(key, value):
             raise _bad(_REASONS.get(key, _UNKNOWN), key, value)
 
 
@@ -297,12 +299,14 @@ def _has_lost_biases(raw: Mapping[str, Any], warn: Callable[[str], object]) -> b
     return True
 
 
-def _is_of_vision_alone(key: str, value: Any) -> bool:
-    """Whether an option only names modules of a vision part to save; blobs leave out the tensors of
-    that part.
+def _is_served(key: str, value: Any) -> bool:
+    """Whether an option only names modules to save that can be served: a classification head, and
+    modules of a vision part, whose tensors blobs leave out.
     """
     names = value if isinstance(value, list) else [None]
-    return key == "modules_to_save" and all(isinstance(n, str) and is_of_vision(n) for n in names)
+    return key == "modules_to_save" and all(
+        isinstance(name, str) and (name in HEAD_MODULES or is_of_vision(name)) for name in names
+    )
 
 
 def _checked(**raw: Any) -> LoraConfig:

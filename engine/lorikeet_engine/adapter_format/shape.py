@@ -13,6 +13,7 @@ from lorikeet_engine.adapter_format.families import (
     FAMILIES,
     HEAD,
     HEAD_ROWS,
+    SCORE,
     VISION_LANGUAGE,
     ExpertKeys,
     Family,
@@ -216,7 +217,7 @@ class BaseShape:
     def modules(self) -> tuple[Linear, ...]:
         """Linears of a layer, then modules outside the layers; a module's place is its index."""
         outer = FAMILIES[self.family].outer
-        return (*self.linears, *outer, HEAD, EMBEDDINGS, HEAD_ROWS, EMBEDDING_ROWS)
+        return (*self.linears, *outer, HEAD, EMBEDDINGS, HEAD_ROWS, EMBEDDING_ROWS, SCORE)
 
     @property
     def outer_layer(self) -> int:

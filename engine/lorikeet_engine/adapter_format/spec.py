@@ -15,9 +15,11 @@ from lorikeet_engine.adapter_format.families import (
     FAMILIES,
     OUTER,
     OUTER_MODULES,
+    SCORE,
 )
 from lorikeet_engine.adapter_format.header import TensorSpan, read_header
 from lorikeet_engine.adapter_format.lora_config import LoraConfig
+from lorikeet_engine.adapter_format.score_head import HeadRows, head_part, parse_head, read_head
 from lorikeet_engine.adapter_format.shape import BaseShape
 from lorikeet_engine.adapter_format.tensor_names import (
     BIAS,
@@ -119,6 +121,7 @@ class AdapterSpec:
         apply to the head as well.
     vectors: DoRA's magnitudes and biases, sorted like `linears`. A linear can have biases alone.
     invocation_tokens: see AdapterRef.
+    head: classification or reward head; None: the adapter generates.
     """
 
     base_model: str
@@ -128,6 +131,7 @@ class AdapterSpec:
     token_rows: tuple[TokenRows, ...] = ()
     vectors: tuple[LinearVectors, ...] = ()
     invocation_tokens: tuple[int, ...] = ()
+    head: HeadRows | None = None
 
     @property
     def shared_a(self) -> frozenset[tuple[int, int]]:
@@ -151,7 +155,8 @@ class AdapterSpec:
             min_rank=min(part.rank for part in self.linears),
             parameters=sum(math.prod((p.a, p.b)[side].shape) for p, side in self._matrices())
             + sum(math.prod(part.rows.shape) for part in self.token_rows)
-            + sum(math.prod(span.shape) for part in self.vectors for span in part.spans.values()),
+            + sum(math.prod(span.shape) for part in self.vectors for span in part.spans.values())
+            + (0 if self.head is None else math.prod(self.head.weights.shape)),
             tokens=len({each for part in self.token_rows for each in part.ids}),
         )
 
@@ -167,7 +172,9 @@ class AdapterSpec:
         matrices = [p.experts * p.rank * dims(p.linear)[side] for p, side in self._matrices()]
         rows = [n for p in self.token_rows for n in (math.prod(p.rows.shape), 3 * len(p.ids))]
         vectors = [2 * dims(part.linear)[1] for part in self.vectors]
-        return sum(map(aligned, matrices + rows + vectors))
+        labels = 0 if self.head is None else len(self.head.head.labels)
+        head = [] if self.head is None else [labels * d for d in dims(self.head.linear)]
+        return sum(map(aligned, matrices + rows + vectors + head))
 
     def _matrices(self) -> Iterator[tuple[LinearLora, int]]:
         """Yield each matrix as (its linear, 0 for A or 1 for B).
@@ -215,7 +222,12 @@ def read_spec(blob: Path, shape: BaseShape, limits: AdapterLimits) -> AdapterSpe
     for copy in parse_copies(header.metadata):
         _check_copy(copy, shape)
     rows = {name: span for name, span in header.tensors.items() if token_rows_module(name)}
-    matrices = {name: span for name, span in header.tensors.items() if name not in rows}
+    of_head = {part: span for name, span in header.tensors.items() if (part := head_part(name))}
+    matrices = {
+        name: span
+        for name, span in header.tensors.items()
+        if name not in rows and not head_part(name)
+    }
     vectors = take_vectors(matrices)
     pairs = pair_tensors(with_shared_a(matrices))
     for key in (*config.rank_pattern, *config.alpha_pattern):
@@ -240,6 +252,7 @@ def read_spec(blob: Path, shape: BaseShape, limits: AdapterLimits) -> AdapterSpe
         token_rows=read_token_rows(parse_tokens(header.metadata), rows, pairs, shape),
         vectors=_vectors(vectors, config, shape, {(p.layer, p.linear) for p in linears}),
         invocation_tokens=tuple(config.alora_invocation_tokens),
+        head=read_head(parse_head(header.metadata), of_head, shape),
     )
     if spec.invocation_tokens:
         _check_activated(spec, shape)
@@ -395,6 +408,7 @@ def _check_activated(spec: AdapterSpec, shape: BaseShape) -> None:
             field=_INVOCATION,
         )
     names = [part.name for part in spec.token_rows]
+    names += [] if spec.head is None else [SCORE.name]
     names += [
         part.name
         for part in spec.linears

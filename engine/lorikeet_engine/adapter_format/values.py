@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from lorikeet_engine.adapter_format.families import SCORE
 from lorikeet_engine.adapter_format.header import DTYPE_BYTES, TensorSpan, parse_header
 from lorikeet_engine.adapter_format.spec import AdapterSpec
 from lorikeet_engine.adapter_format.tensor_names import LORA_BIAS
@@ -93,7 +94,8 @@ def check_values(blob: Path, spec: AdapterSpec, dtype: str, scan: ValueScan | No
 
 
 def _matrices(spec: AdapterSpec) -> Iterator[tuple[str, TensorSpan, float]]:
-    """Yield each matrix, tensor of trained rows and vector: (name, place in the blob, factor).
+    """Yield each matrix, tensor of trained rows, vector and part of a head: (name, place in the
+    blob, factor).
 
     Packing multiplies the values by the factor. The name is for errors.
     """
@@ -105,6 +107,9 @@ def _matrices(spec: AdapterSpec) -> Iterator[tuple[str, TensorSpan, float]]:
     for vectors in spec.vectors:
         for kind, span in vectors.spans.items():
             yield vectors.vector(kind), span, vectors.scaling if kind == LORA_BIAS else 1.0
+    if spec.head is not None:
+        spans = (spec.head.weights, spec.head.biases)
+        yield from ((SCORE.module, span, 1.0) for span in spans if span is not None)
 
 
 def _spans(data: memoryview, size_bytes: int) -> Iterable[TensorSpan]:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from lorikeet_engine.adapter_format.families import SCORE
 from lorikeet_engine.adapter_format.header import (
     DTYPE_BYTES,
     BlobHeader,
@@ -21,6 +22,7 @@ from lorikeet_engine.adapter_format.header import (
     read_header,
 )
 from lorikeet_engine.adapter_format.lora_config import LoraConfig
+from lorikeet_engine.adapter_format.score_head import head_part
 from lorikeet_engine.adapter_format.spec import METADATA_KEY
 from lorikeet_engine.adapter_format.tensor_names import (
     split_tensor_name,
@@ -146,11 +148,13 @@ def _lora_modules(parts: _Parts) -> set[str]:
     return {
         module
         for name, module in parts.modules.items()
-        if not token_rows_module(name) and split_vector_name(name) is None
+        if not (token_rows_module(name) or head_part(name)) and split_vector_name(name) is None
     }
 
 
 def _module_of(name: str) -> str:
+    if head_part(name):
+        return SCORE.module
     if rows := token_rows_module(name):
         return f"{rows} (trained tokens)"
     vector = split_vector_name(name)

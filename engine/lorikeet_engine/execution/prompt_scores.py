@@ -34,14 +34,15 @@ class ReadScores:
 class LogitsReader(Protocol):
     """Consumer of the logits that a step computes in addition to the logits for sampling.
 
-    Implemented by PromptScores, and by a follower (follower.py), which computes its part of these
-    logits.
+    Implemented by PromptScores; by PooledPrompts (pooling.py), which reads hidden states alone; and
+    by a follower (follower.py), which computes its part of these logits.
     """
 
     def compute(
         self,
         hidden: torch.Tensor,
         logits_of: Callable[[torch.Tensor, Segments | None], torch.Tensor],
+        /,
     ) -> None:
         """Launch the computation of the additional logits.
 

@@ -5,7 +5,7 @@
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -21,9 +21,10 @@ from lorikeet_engine.execution.batch_builder import (
 from lorikeet_engine.execution.cuda_graphs import CudaGraphs
 from lorikeet_engine.execution.grammar_masks import allowed_tokens
 from lorikeet_engine.execution.kv_tensors import parts_of_pages, with_parts
+from lorikeet_engine.execution.pooling import PooledPrompts, pools
 from lorikeet_engine.execution.prompt_scores import LogitsReader, PromptScores
 from lorikeet_engine.kernels.attention.protocol import AttentionBackend
-from lorikeet_engine.kernels.lora.types import LoraWeights
+from lorikeet_engine.kernels.lora.types import LoraWeights, Segments
 from lorikeet_engine.models.batch import Batch
 from lorikeet_engine.models.llama import LlamaModel
 from lorikeet_engine.models.states import RecurrentStates
@@ -72,7 +73,7 @@ class ModelRunner:
         """
         self.model = model
         self._attention = attention
-        self._weights = weights
+        self.weights = weights
         self.kv = kv
         self._graphs = graphs
         self._states = states
@@ -139,7 +140,7 @@ class ModelRunner:
         batch = self._placed(batch)
         self._attention.plan(batch)
         self._begin_states(batch)
-        hidden = self.model.forward(batch, self.kv, self._weights, self._attention, self._states)
+        hidden = self.model.forward(batch, self.kv, self.weights, self._attention, self._states)
         return self._logits(hidden, batch, scores)
 
     def _placed(self, batch: Batch) -> Batch:
@@ -154,10 +155,10 @@ class ModelRunner:
         self, hidden: torch.Tensor, batch: Batch, scores: LogitsReader | None
     ) -> torch.Tensor:
         if scores is not None:
-            scores.compute(hidden, lambda h, heads: self.model.logits(h, self._weights, heads))
+            scores.compute(hidden, lambda h, heads: self.model.logits(h, self.weights, heads))
         rows = batch.logit_rows
         wanted = hidden if len(rows) == len(hidden) else hidden[rows]
-        return self.model.logits(wanted, self._weights, batch.head_segments)
+        return self.model.logits(wanted, self.weights, batch.head_segments)
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,12 +234,14 @@ class ForwardPass:
     chunks: the step's chunks in the order of the batch.
     logits: [chunks that complete their sequence, vocab], on the device.
     scores: scores of the step's prompts; None if no prompt is scored.
+    pooled: values of the step's prompts; None if no prompt is pooled.
     """
 
     chunks: list[Chunk]
     logits: torch.Tensor
     launch: StepLaunch
     scores: PromptScores | None
+    pooled: PooledPrompts | None
 
     @property
     def sequences(self) -> list[Sequence]:
@@ -258,6 +261,7 @@ class InFlightStep:
     chunks: the step's chunks in the order of the batch.
     sample: tokens that the step samples.
     scores: scores of the step's prompts; None if no prompt is scored.
+    pooled: values of the step's prompts; None if no prompt is pooled.
     forced: by row of the logits, the tokens that the grammar requires after the sampled token.
     """
 
@@ -265,6 +269,7 @@ class InFlightStep:
     sample: PendingSample
     launch: StepLaunch
     scores: PromptScores | None
+    pooled: PooledPrompts | None
     forced: Mapping[int, tuple[int, ...]]
 
 
@@ -286,11 +291,12 @@ def compute(
     divided = divide_by_adapter(chunks)
     step_input = build_step_input(divided, settings.page_size, runner.kv_windows)
     scores = PromptScores(divided, plan.scored, settings.max_running) if plan.scored else None
+    pooled = PooledPrompts(divided, runner.weights) if any(map(pools, divided)) else None
     batch = step_input.upload(torch.device(settings.device), sampled)
     runner.share(step_input, sampled, scores)
-    logits = runner.forward(batch, scores)
+    logits = runner.forward(batch, _Readers.of(scores, pooled))
     launch = StepLaunch(launched_s, len(chunks), len(batch.segments or ()), expected)
-    return ForwardPass(chunks, logits, launch, scores)
+    return ForwardPass(chunks, logits, launch, scores, pooled)
 
 
 @torch.inference_mode()
@@ -325,7 +331,26 @@ def sample(
         logprobs.download(logits, tokens)
     reported = [each for each in (logprobs, processed) if each is not None]
     pending = PendingSample(sequences, tokens, reported, allowed.errors)
-    return InFlightStep(forward.chunks, pending, forward.launch, forward.scores, allowed.forced)
+    return InFlightStep(
+        forward.chunks, pending, forward.launch, forward.scores, forward.pooled, allowed.forced
+    )
+
+
+class _Readers(tuple[LogitsReader, ...]):
+    """LogitsReader of several."""
+
+    @classmethod
+    def of(cls, *readers: LogitsReader | None) -> "LogitsReader | None":
+        """Return the reader that reads as all of these do; None if there are none."""
+        return cls(each for each in readers if each is not None) or None
+
+    def compute(
+        self,
+        hidden: torch.Tensor,
+        logits_of: Callable[[torch.Tensor, Segments | None], torch.Tensor],
+    ) -> None:
+        for each in self:
+            each.compute(hidden, logits_of)
 
 
 def raise_if_lost(device: torch.device, error: BaseException) -> None:

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
-from lorikeet_engine.request import Failed, Output, PromptLogprobs, Tokens
+from lorikeet_engine.request import Failed, Output, Pooled, PromptLogprobs, Tokens
 
-OutputRows = list[PromptLogprobs | Failed | tuple[Any, ...]]
+OutputRows = list[PromptLogprobs | Pooled | Failed | tuple[Any, ...]]
 """Outputs of one step; Tokens are converted to plain tuples, which are pickled fast."""
 
 

@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 
 from lorikeet_engine.adapter_format import AdapterSpec, LinearLora, TensorSpan
+from lorikeet_engine.adapter_format.families import SCORE
 from lorikeet_engine.adapter_format.header import DTYPE_BYTES
 from lorikeet_engine.adapter_format.token_rows import digits
 from lorikeet_engine.errors import AdapterRejected
@@ -98,6 +99,7 @@ def pack(
     outer = len(layout.layers) - 1
     for number, span in enumerate(spans):
         _write_token_rows(blob, spec, layout, span)
+        _write_head(blob, spec, layout, span)
         for layer in {outer, *(part.layer for part in spec.vectors)}:
             found[number, layer] = _sum(layout, span, layer)
     places = ((number, layer) for number in range(len(spans)) for layer in range(outer + 1))
@@ -405,6 +407,24 @@ def _write_token_rows(
             out[ids_at : ids_at + 3 * count].view(count, 3).copy_(ids)
             if not _finite(rows):
                 name = part.matrix()
+                raise AdapterRejected(f"{name} does not fit {out.dtype}", field=name)
+
+
+def _write_head(blob: Path, spec: AdapterSpec, layout: PackedLayout, out: torch.Tensor) -> None:
+    if spec.head is None:
+        return
+    at, biases_at, labels = layout.rows[-1, spec.head.linear].tolist()
+    out[biases_at : biases_at + labels] = 0
+    with blob.open("rb", buffering=0) as file:
+        for begin, part in ((at, spec.head.weights), (biases_at, spec.head.biases)):
+            if part is None:
+                continue
+            stored = torch.empty(part.size_bytes, dtype=torch.uint8)
+            _read(file.fileno(), {part: _bytes_of(stored)})
+            values = out[begin : begin + math.prod(part.shape)]
+            values.copy_(stored.view(_DTYPES[part.dtype]))
+            if not _finite(values):
+                name = SCORE.module
                 raise AdapterRejected(f"{name} does not fit {out.dtype}", field=name)
 
 

@@ -6,7 +6,7 @@ then the B matrices, transposed, then the vectors of its linears: a gain and a b
 (LoraWeights.vectors). Every matrix begins at a multiple of ALIGNMENT elements and has its
 true rank, without padding. The matrices of one linear's experts follow each other without a gap. A
 of the embeddings is transposed, too, since a token reads one column. Last come the rows of trained
-tokens, stored as A, with their ids as B.
+tokens, stored as A, with their ids as B, and a classification head, with its biases as B.
 
 Where tensor parallel ranks share the layers, an image has one span per rank, one after another. A
 rank's span has that rank's part of every matrix. All spans are laid out like rank 0's, whose parts
@@ -94,6 +94,8 @@ class PackedLayout:
         """
         ranks = {(part.layer, part.linear): part.rank for part in spec.linears}
         ranks |= {(shape.outer_layer, part.linear): len(part.ids) for part in spec.token_rows}
+        if spec.head is not None:
+            ranks[shape.outer_layer, spec.head.linear] = len(spec.head.head.labels)
         vectors = frozenset((part.layer, part.linear) for part in spec.vectors)
         return cls.of_ranks(ranks, shape, world, spec.shared_a, vectors)
 
@@ -111,8 +113,8 @@ class PackedLayout:
         If lm_head is tied to the embeddings, the trained rows of the embeddings are lm_head's as
         well.
 
-        ranks: for each (layer, module), the LoRA rank, or the number of trained token rows; 0 is
-            allowed.
+        ranks: for each (layer, module), the LoRA rank, or the number of trained token rows or of
+            labels; 0 is allowed.
         world: number of tensor parallel ranks that share the model.
         shared_a: (layer, linear) of linears that have the same A as the preceding linear.
         vectors: (layer, linear) of linears that have vectors.

@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from typing import NamedTuple
 
 from lorikeet_engine.errors import EngineClosed, EngineError, InvalidRequest
-from lorikeet_engine.request import Failed, Output, PromptLogprobs, Request, Tokens
+from lorikeet_engine.request import Failed, Output, Pooled, PromptLogprobs, Request, Tokens
 from lorikeet_engine.sampling.grammar import Grammars, Matcher
 from lorikeet_engine.sampling.grammar_worker import GrammarWorker
 from lorikeet_engine.scheduling.kv_cache import PageKeys
@@ -254,8 +254,8 @@ class RequestQueue:
         if output.finish is not None:
             self.end_choice(output.request_id)
 
-    def add_scores(self, outputs: Iterable[PromptLogprobs]) -> None:
-        """Keep log probabilities of prompts until `take_outputs` returns them."""
+    def add_scores(self, outputs: Iterable[PromptLogprobs | Pooled]) -> None:
+        """Keep scores of prompts until `take_outputs` returns them."""
         self._outputs += outputs
 
     def fail(self, request_id: str, error: EngineError) -> None:

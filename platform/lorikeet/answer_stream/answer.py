@@ -1,5 +1,6 @@
 """Answer to one call, from the engine's tokens to the client's bytes."""
 
+from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from hashlib import sha256
@@ -22,6 +23,7 @@ from lorikeet.answer_stream.openai_format import (
     json_body,
     whole_calls,
 )
+from lorikeet.answer_stream.pooled_format import pooled_body
 from lorikeet.answer_stream.prompt_echoes import NO_ECHOES, PromptEchoes
 from lorikeet.answer_stream.prompt_logprobs import PromptLogprobsJson
 from lorikeet.answer_stream.reasoning import THINK_TAGS, ThinkTags
@@ -35,6 +37,7 @@ from lorikeet_engine.request import (
     Failed,
     FinishReason,
     Output,
+    Pooled,
     PromptLogprobs,
     Tokens,
 )
@@ -88,7 +91,7 @@ class Answer:
         self._echoes = echoes
         self._events = event_stream(call, self, echoes)
         stop = StopStrings((*call.stop, *call.own_stop))
-        in_messages = syntax is HARMONY and call.endpoint is not Endpoint.COMPLETIONS
+        in_messages = syntax is HARMONY and call.endpoint.writes_messages
         self._choices: list[ChoiceStream | HarmonyChoice] = [
             HarmonyChoice(call, prompt, vocabulary, stop)
             if in_messages
@@ -106,6 +109,7 @@ class Answer:
             self._prompt_logprobs = [
                 PromptLogprobsJson(call, prompt, vocabulary) for prompt in prompts
             ]
+        self._pooled: dict[int, array[float]] = {}
         self._logprobs_bytes = 0  # of logprobs that the body or the last events will have
         self._unfinished = len(self._choices)
         self._checked, self.awaits_checks = checked, False
@@ -129,7 +133,9 @@ class Answer:
                 self.ended = True
                 refusal = refusal_of(output.error)
                 return [chunk, refusal] if chunk else [refusal]
-            if not isinstance(output, PromptLogprobs):
+            if isinstance(output, Pooled):
+                self._pooled[output.choice] = output.values
+            elif isinstance(output, Tokens):
                 chunk += self._advance(output)
             elif self._add_prompt_logprobs(output) > MOST_LOGPROBS_BYTES:
                 return [self._refuse_prompt_logprobs()]
@@ -248,6 +254,8 @@ class Answer:
     def _end(self, usage: FinalUsage, checks: Sequence[SchemaCheck]) -> bytes:
         if self._call.stream:
             return self._events.end(usage, checks)
+        if self._call.endpoint.pools:
+            return pooled_body(self._call, [self._pooled[i] for i in sorted(self._pooled)], usage)
         choices = [self._choice(i) for i in range(len(self._choices))]
         return whole_answer(self._call, choices, usage, checks)
 

@@ -52,7 +52,8 @@ class AnswerSender:
         abort: Abort,
     ) -> None:
         self._request_id = request_id
-        self._logs = call.sampling.prompt_logprobs is None  # these are in no log
+        # these are in no log
+        self._logs = call.sampling.prompt_logprobs is None and not call.endpoint.pools
         self._log = b""  # of outputs since the last items
         self._answer, self._meter, self._stream, self._abort = answer, meter, stream, abort
         self._header: AnswerHeader | None = None

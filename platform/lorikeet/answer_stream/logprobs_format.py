@@ -105,7 +105,6 @@ _LOGPROBS = {
     Endpoint.CHAT: chat_logprobs,
     Endpoint.COMPLETIONS: completion_logprobs,
     Endpoint.RESPONSES: response_logprobs,
-    Endpoint.MESSAGES: chat_logprobs,  # the Messages API has no logprobs
 }
 
 
@@ -122,7 +121,7 @@ class LogprobsJson:
         endpoint: called endpoint, which decides the shape of the JSON.
         tokens: the first tokens.
         """
-        self._shape = _LOGPROBS[endpoint]
+        self._shape = _LOGPROBS.get(endpoint, chat_logprobs)  # other APIs have no logprobs
         self._lists: dict[str, list[bytes]] = {name: [] for name in self._shape(())}
         self.add(tokens)
 

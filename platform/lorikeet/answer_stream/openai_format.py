@@ -126,7 +126,7 @@ class EventStream:
         self._chat = call.endpoint is Endpoint.CHAT
         self._functions = _has_functions(call)
         self._include_usage, self._choice_usage = call.include_usage, choice_usage
-        self._adapter = _adapter(call)
+        self._adapter = adapter_member(call)
         self._started: set[int] = set()
         head = _head(call, "chat.completion.chunk" if self._chat else "text_completion")
         self._open = b"data: " + dump(head)[:-1] + b',"choices":['
@@ -242,12 +242,12 @@ def json_body(
     bodies = [_choice(chat, functions, index, choice) for index, choice in enumerate(choices)]
     used = dump(_usage(usage, chat=chat))
     prompt = _prompt_members(choices[0]) if chat else b""
-    more = _adapter(call) + schema_check_member(checks)
+    more = adapter_member(call) + schema_check_member(checks)
     known = (head[:-1], b",".join(bodies), prompt, more, used)
     return b'%s,"choices":[%s]%s%s,"usage":%s}' % known
 
 
-def _adapter(call: Call) -> bytes:
+def adapter_member(call: Call) -> bytes:
     """Return an answer's JSON member `adapter`, or `adapters` of a composition; b"" for the base
     model.
     """

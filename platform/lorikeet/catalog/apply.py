@@ -294,6 +294,7 @@ def _version(change: VersionRegistered, time: float) -> VersionRecord:
         trained_on=change.trained_on,
         invocation_tokens=change.invocation_tokens,
         parity=change.parity,
+        head=change.head,
     )
 
 

@@ -14,14 +14,14 @@ from lorikeet.catalog.records import Scope
 from lorikeet.catalog.rules.limits import KeyOptions, TenantOptions
 from lorikeet.parity.figures import Parity
 from lorikeet.request_defaults import RequestDefaults
-from lorikeet_engine.adapter import Residency, TouchedModules
+from lorikeet_engine.adapter import Head, Residency, TouchedModules
 
 SCHEMA = 2
 """Newest format version; increased whenever an older reader could misread new entries.
 
-Schema 2 has invocation tokens, without which an activated LoRA would change whole prompts, and
-the adapters of keys that infer, without which such a key could use all adapters, and budgets in
-money.
+Schema 2 has invocation tokens, without which an activated LoRA would change whole prompts, heads,
+without which a classification adapter would generate, the adapters of keys that infer, without
+which such a key could use all adapters, and budgets in money.
 """
 
 
@@ -121,6 +121,7 @@ class VersionRegistered(AdapterChange):
     trained_on: str | None = None
     invocation_tokens: tuple[int, ...] = ()
     parity: Parity | None = None
+    head: Head | None = None
     type: Literal["version_registered"] = "version_registered"
 
 
@@ -283,7 +284,7 @@ def schema_of(changes: Iterable[Change]) -> int:
     restricts, pushes = False, False
     for change in changes:
         match change:
-            case VersionRegistered(invocation_tokens=tokens) if tokens:
+            case VersionRegistered(invocation_tokens=tokens, head=head) if tokens or head:
                 return SCHEMA
             case TenantOptionsSet(options={"cost_per_month": _}):
                 return SCHEMA

@@ -26,7 +26,7 @@ from lorikeet.catalog.records import (
 from lorikeet.catalog.rules.limits import options_of, with_options
 from lorikeet.parity.figures import GapCause, Parity, Verdict
 from lorikeet.request_defaults import RequestDefaults
-from lorikeet_engine.adapter import Residency, TouchedModules
+from lorikeet_engine.adapter import Head, Problem, Residency, TouchedModules
 
 PARTITION_SCHEMA = 5
 """Format version; increased whenever an older reader could misread new partitions."""
@@ -34,8 +34,8 @@ READ_SCHEMAS = (2, 3, 4, 5)
 """Format versions that this release reads.
 
 Adapter versions lack `touches` in schema 2, lack trained tokens and `trained_on` in schemas 2 and
-3, and lack invocation tokens and request defaults in schemas 2 to 4, where only publish keys have
-adapters. Releases that know no parity proofs ignore these, which are last.
+3, and lack invocation tokens, heads and request defaults in schemas 2 to 4, where only publish keys
+have adapters. Releases that know no parity proofs ignore these.
 """
 
 Json = Any
@@ -163,6 +163,7 @@ def _version_row(v: VersionRecord) -> Json:
         v.trained_on,
         v.invocation_tokens,
         None if v.parity is None else _parity_row(v.parity),
+        None if v.head is None else astuple(v.head),
     ]
     while last and last[-1] in (None, ()):
         last.pop()
@@ -222,9 +223,15 @@ def _version(number: int, row: Json, defaults: RequestDefaults | None) -> Versio
         touches=touches,
         trained_on=trained_on,
         invocation_tokens=invocation,
-        parity=_parity(touched[7]) if len(touched) > 7 else None,
+        parity=_parity(touched[7]) if len(touched) > 7 and touched[7] is not None else None,
+        head=_head(touched[8]) if len(touched) > 8 else None,
         defaults=defaults,
     )
+
+
+def _head(row: Json) -> Head:
+    labels, problem, pad_token = row
+    return Head(tuple(labels), None if problem is None else Problem(problem), pad_token)
 
 
 @cache  # versions share the few different sets of linears

@@ -51,6 +51,8 @@ CHECKS: Sequence[Check] = (
     Check("host memory", memory.check_host_memory),
     Check("disk cache", system.check_disk),
     Check("shared folder", system.check_load_from),
+    Check("audit stream", system.check_audit_log),
+    Check("identity provider", system.check_identity_provider),
     Check("gpus", gpus.check_gpus),
     Check("kernels", software.check_kernels),
     Check("ports", system.check_ports),

@@ -1,5 +1,6 @@
 """Checks of the operating system: folders, ports, shared memory, open files."""
 
+import asyncio
 import os
 import shutil
 import socket
@@ -9,6 +10,7 @@ from pathlib import Path
 from lorikeet.addresses import port_is_free
 from lorikeet.doctor.finding import Finding, ok, problem, warning
 from lorikeet.doctor.planned_start import PlannedStart
+from lorikeet.gateway.audit import STDOUT
 from lorikeet.sizes import show_size
 
 
@@ -57,6 +59,42 @@ def check_load_from(planned: PlannedStart) -> Iterator[Finding]:
             f"LORIKEET_LOAD_FROM={folder} is no folder that can be read: every load is refused",
             "mount the file system of the trainers there, and let this user read it",
         )
+
+
+def check_audit_log(planned: PlannedStart) -> Iterator[Finding]:
+    """Check that the file of the audit stream, if there is one, can be written."""
+    name = planned.settings.audit_log
+    if name is None or name == STDOUT:
+        return
+    file = Path(name).absolute()
+    place = file if file.is_file() else file.parent
+    if not file.is_dir() and (file.is_file() or place.is_dir()) and os.access(place, os.W_OK):
+        yield ok("audit stream", f"{file} can be written")
+    else:
+        yield problem(
+            "audit stream",
+            f"LORIKEET_AUDIT_LOG={name} cannot be written: no gateway starts",
+            f"make the folder {file.parent} for this user, or set LORIKEET_AUDIT_LOG=stdout",
+        )
+
+
+def check_identity_provider(planned: PlannedStart) -> Iterator[Finding]:
+    """Check that the keys of the tokens' issuer, if there is one, can be read from here."""
+    issuer = planned.settings.oidc
+    if issuer is None:
+        return
+    from lorikeet.gateway.oidc_tokens import read_signing_keys
+
+    try:
+        count = len(asyncio.run(read_signing_keys(issuer.jwks)))
+    except Exception as error:  # whatever an address that holds no keys answers
+        yield warning(
+            "identity provider",
+            f"{issuer.jwks} cannot be read: {error!r}; until then tokens are refused",
+            "correct jwks in LORIKEET_OIDC, or let gateways reach it",
+        )
+    else:
+        yield ok("identity provider", f"{count} keys of {issuer.issuer}")
 
 
 def _existing(folder: Path) -> Path:

@@ -88,6 +88,9 @@ _PARAMS = {
         "prompt": "messages",
         "continue_final_message": "messages",
     },
+    Endpoint.CLASSIFY: {"prompt": "input"},
+    Endpoint.SCORE: {"prompt": "input"},
+    Endpoint.POOLING: {"prompt": "input"},
 }
 """Names of request fields at each endpoint, by the names that replicas and engines use in errors
 for the same fields.

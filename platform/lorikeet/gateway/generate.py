@@ -17,6 +17,12 @@ from lorikeet.gateway.apis.anthropic_request import CountTokensRequest, Messages
 from lorikeet.gateway.apis.api_request import ApiRequest, CallContext
 from lorikeet.gateway.apis.chat_request import ChatRequest
 from lorikeet.gateway.apis.completion_request import CompletionRequest
+from lorikeet.gateway.apis.pool_request import (
+    ClassifyRequest,
+    PoolingRequest,
+    ScoreRequest,
+    check_head,
+)
 from lorikeet.gateway.apis.responses_request import InputTokensRequest, ResponsesRequest
 from lorikeet.gateway.auth import Caller, RequestAuthenticator
 from lorikeet.gateway.body import read_body
@@ -50,8 +56,13 @@ SCHEMAS: Mapping[str, type[ApiRequest]] = {
     "/v1/responses/input_tokens": InputTokensRequest,
     MESSAGES: MessagesRequest,
     f"{MESSAGES}/count_tokens": CountTokensRequest,
+    "/v1/classify": ClassifyRequest,
+    "/v1/score": ScoreRequest,
+    "/v1/pooling": PoolingRequest,
 }
-"""Request schema of each path that generates. Every request is converted to a Call."""
+"""Request schema of each path that generates, counts or pools. Every request is converted to a
+Call.
+"""
 
 SESSION_HEADER = "x-session-id"
 """Header that names a session. If an alias splits its requests between two versions, all requests
@@ -191,6 +202,7 @@ class GenerateEndpoint:
         body = body.with_sampling_defaults(defaults) if defaults else body
         context = CallContext(request_id, now, caller, scheduling, model, items, stores, defaults)
         call = body.to_call(context)
+        check_head(call)
         trace.set_call(call, base_model, served.quantization, model.trained_on)
         max_context = self._services.engines.max_context(base_model)
         with self._services.uses.using(call.adapter):

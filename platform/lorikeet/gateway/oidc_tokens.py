@@ -162,7 +162,7 @@ class SigningKeys:
     async def _read(self) -> None:
         try:
             async with asyncio.timeout(_READ_S):
-                self._keys = _signing_keys(await _fetched(self._url))
+                self._keys = await read_signing_keys(self._url)
             self._read_s = self._clock()
             if self._failing:
                 log.info("issuer_reachable", extra={"jwks": self._url})
@@ -175,8 +175,15 @@ class SigningKeys:
             self._reading = None
 
 
-async def _fetched(url: str) -> bytes:
-    """Return the body at an address. Raises httpx.HTTPError, and ValueError beyond _MOST_BYTES."""
+async def read_signing_keys(url: str) -> dict[str, jwt.PyJWK]:
+    """Return the keys for signatures in a JWKS by their ids. Secret keys, of which none should be
+    there, are left out.
+
+    url: address of the JWKS.
+
+    Raises httpx.HTTPError, ValueError beyond _MOST_BYTES and for another status than 200, and
+    other exceptions for what is no JWKS.
+    """
     body = bytearray()
     async with httpx.AsyncClient(timeout=_READ_S) as client, client.stream("GET", url) as answer:
         if answer.status_code != httpx.codes.OK:
@@ -185,14 +192,7 @@ async def _fetched(url: str) -> bytes:
             body += part
             if len(body) > _MOST_BYTES:
                 raise ValueError(f"more than {_MOST_BYTES} bytes")
-    return bytes(body)
-
-
-def _signing_keys(jwks: bytes) -> dict[str, jwt.PyJWK]:
-    """Return the keys for signatures in a JWKS by their ids. Secret keys, of which none should be
-    there, are left out.
-    """
-    keys = jwt.PyJWKSet.from_json(jwks.decode()).keys
+    keys = jwt.PyJWKSet.from_json(body.decode()).keys
     return {
         key.key_id: key
         for key in keys

@@ -50,9 +50,15 @@ async def check_parity(
 
     defaults: the adapter's own request defaults.
 
-    Raises InvalidAdapter if the proof is refused, Unavailable if no replica answers, and Refused
-    for probes that the replica cannot score.
+    Raises InvalidInput for an adapter with a head, InvalidAdapter if the proof is refused,
+    Unavailable if no replica answers, and Refused for probes that the replica cannot score.
     """
+    if adapter.head is not None:
+        raise InvalidInput(
+            f"{adapter} has a classification head, and probes score generated tokens: send it "
+            "without probes",
+            param="probes",
+        )
     test = ParityTest(request_id, adapter, probes, bounds)
     try:
         async with asyncio.timeout(services.first_item_timeout_s):

@@ -27,6 +27,7 @@ class Endpoint(Enum):
     """Called endpoint, which decides the shape of the answer.
 
     COUNT_TOKENS and INPUT_TOKENS use no replica: the answer is the number of the prompt's tokens.
+    CLASSIFY, SCORE and POOLING answer with the values of an adapter's head for each prompt.
     """
 
     CHAT = "chat.completions"
@@ -35,11 +36,24 @@ class Endpoint(Enum):
     MESSAGES = "messages"
     COUNT_TOKENS = "messages/count_tokens"
     INPUT_TOKENS = "responses/input_tokens"
+    CLASSIFY = "classify"
+    SCORE = "score"
+    POOLING = "pooling"
 
     @property
     def counts(self) -> bool:
         """Whether the answer is only the number of the prompt's tokens."""
         return self in (Endpoint.COUNT_TOKENS, Endpoint.INPUT_TOKENS)
+
+    @property
+    def pools(self) -> bool:
+        """Whether prompts are pooled and no answer is generated."""
+        return self in (Endpoint.CLASSIFY, Endpoint.SCORE, Endpoint.POOLING)
+
+    @property
+    def writes_messages(self) -> bool:
+        """Whether answers are messages of an assistant, and not mere texts or numbers."""
+        return self is not Endpoint.COMPLETIONS and not self.pools
 
 
 class Thinking(Enum):
@@ -149,8 +163,8 @@ class Call:
         base model.
     is_recorded: the adapter's version is in the catalog's log. Another adapter may still get the
         number of an unrecorded version, so answers omit it.
-    messages: messages of a chat, in any API; empty for completions.
-    prompts: prompts of completions, as texts or token ids; empty for chats.
+    messages: messages of a chat, in any API; empty where there are `prompts`.
+    prompts: prompts of completions, or to pool, as texts or token ids; empty for chats.
     max_tokens: None for as many as the context allows, 0 for none.
     min_tokens: tokens before which no choice may end.
     sampling: parameters for the engine without max_tokens, min_tokens and grammar, which the
@@ -178,6 +192,8 @@ class Call:
     max_context: limit on the tokens of prompt and answer together, beside the model's own limit.
     defaults: the adapter's own request defaults, for the prompt; None: the base model's.
     own_stop: the adapter's own strings that end a choice as its end-of-sequence tokens do.
+    raw_scores: where prompts are pooled, the answer has the head's own values, not probabilities.
+    base64: numbers in the answer are float32 in base64.
     """
 
     request_id: str
@@ -216,6 +232,8 @@ class Call:
     max_context: int | None = None
     defaults: RequestDefaults | None = None
     own_stop: tuple[str, ...] = ()
+    raw_scores: bool = False
+    base64: bool = False
 
 
 @dataclass(frozen=True)

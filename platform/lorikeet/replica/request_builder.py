@@ -203,6 +203,7 @@ def prepare_call(encoded: EncodedCall, encoder: PromptEncoder, max_context: int)
         call.adapter,
         salt=call.tenant,
         scheduling=call.scheduling,
+        pools=call.endpoint.pools,
     )
     prepared = PreparedCall(request, encoded.thinking, None, echoes, encoded.ignored)
     return with_grammar(prepared, call, encoder)
@@ -216,7 +217,7 @@ def with_grammar(prepared: PreparedCall, call: Call, encoder: PromptEncoder) -> 
     Raises InvalidInput if a schema or format cannot be a grammar.
     """
     tried: str | None
-    if encoder.syntax is HARMONY and call.endpoint is not Endpoint.COMPLETIONS:
+    if encoder.syntax is HARMONY and call.endpoint.writes_messages:
         place = place_behind(prepared.request.prompts[0], encoder.vocabulary)
         tried = tried_harmony_grammar(call, encoder.vocabulary)
         grammar = harmony_grammar(call, encoder.vocabulary, place)

@@ -5,7 +5,7 @@ from typing import Protocol
 
 from lorikeet.catalog.records import Limits
 from lorikeet.errors import InsufficientQuota
-from lorikeet.prices import COST_UNITS
+from lorikeet.prices import COST_UNITS, show_money
 from lorikeet.retry_after import until_next_month
 from lorikeet.usage.ledger import NOTHING, UsageCounts, add_to
 
@@ -62,7 +62,7 @@ class MonthlyBudget:
         if tokens is not None and used.tokens >= tokens:
             raise _used_up(f"{tokens} tokens a month is", now)
         if cost is not None and used.cost >= cost * COST_UNITS:
-            raise _used_up(f"{cost:.12g} a month, by the service's prices, is", now)
+            raise _used_up(f"{show_money(cost)} a month, by the service's prices, is", now)
 
     def settle(self, tenant: str, used: UsageCounts, now: float) -> None:
         """Count what an ended request of a tenant with a budget has used."""

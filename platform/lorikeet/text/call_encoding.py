@@ -8,8 +8,9 @@ from tokenizers import Tokenizer
 
 from lorikeet.answer_stream.reasoning import ThinkTags
 from lorikeet.errors import ContextLengthExceeded, InvalidInput
-from lorikeet.protocol.messages import Call, EncodedCall, Thinking
+from lorikeet.protocol.messages import Call, EncodedCall, Thinking, TokenIds
 from lorikeet.text.prompts import PromptEncoder
+from lorikeet_engine.adapter import AdapterRef
 
 _SHORT_CHARACTERS = 1024
 """Limit on the characters of a call that is encoded in a fraction of a millisecond."""
@@ -27,6 +28,8 @@ def encode_call(call: Call, encoder: PromptEncoder, max_context: int) -> Encoded
     Raises InvalidInput if the prompts cannot be encoded, or leave no room for an answer.
     """
     prompts = encoder.encode(call, max_context)
+    if call.endpoint.pools:
+        prompts = tuple(_without_padding(ids, _pad_token(call, encoder)) for ids in prompts)
     if not call.endpoint.counts:
         check_context(call, prompts, max_context)
     thinking = encoder.thinking(call, prompts)
@@ -101,6 +104,23 @@ def echoed_texts(call: Call, tokenizer: Tokenizer) -> tuple[str, ...]:
     return tuple(
         each if isinstance(each, str) else str(tokenizer.decode(list(each))) for each in given
     )
+
+
+def _pad_token(call: Call, encoder: PromptEncoder) -> int | None:
+    """Return the padding token with which a call's head was trained; None if unknown."""
+    head = call.adapter.head if isinstance(call.adapter, AdapterRef) else None
+    known = None if head is None else head.pad_token
+    return encoder.pad_token if known is None else known
+
+
+def _without_padding(ids: TokenIds, pad_token: int | None) -> TokenIds:
+    """Return a prompt without padding at its end, which heads were trained to skip; the first token
+    stays.
+    """
+    end = len(ids)
+    while end > 1 and ids[end - 1] == pad_token:
+        end -= 1
+    return ids[:end]
 
 
 def _characters(message: Mapping[str, Any]) -> float:

@@ -33,7 +33,6 @@ from lorikeet.errors import (
 from lorikeet.protocol.messages import (
     AnswerMarks,
     Call,
-    Endpoint,
     Format,
     Thinking,
     TokenIds,
@@ -108,6 +107,7 @@ class PromptEncoder:
     """Encoder of prompts with the base model's tokenizer and chat template.
 
     special_tokens: texts of special tokens by the names of the template's variables.
+    pad_token: id of the base model's padding token, by its config.json; None without one.
 
     syntax: the model's syntax of tool calls; None if it has no known one.
     takes_tools: whether calls may have tools.
@@ -136,6 +136,7 @@ class PromptEncoder:
             tokenizer.chat_template = _processor_template(model)
         self.backend: Tokenizer = tokenizer.backend_tokenizer
         self.special_tokens: Mapping[str, str] = tokenizer.special_tokens_map
+        self.pad_token = _pad_token(model)
         # Many trainers save tokenizer.json with the truncation and padding of their last batch.
         self.backend.no_truncation()
         self.backend.no_padding()
@@ -193,7 +194,7 @@ class PromptEncoder:
         Raises InvalidInput if a longer text exceeds the context, or if the chat template refuses
         the messages or does not support the tools.
         """
-        if call.endpoint is not Endpoint.COMPLETIONS:
+        if not call.prompts:
             if call.tools is not None:
                 self._check_tools(call.tools, call.format)
             text = self._marked_text(call)
@@ -218,7 +219,7 @@ class PromptEncoder:
 
         prompts: token ids of each prompt.
         """
-        if not self._thinks or call.endpoint is Endpoint.COMPLETIONS:
+        if not self._thinks or not call.endpoint.writes_messages:
             return Thinking.NEVER
         if call.continue_final:
             return thinking_within(call.messages[-1]["content"], self.think_tags)
@@ -544,6 +545,14 @@ def _in_parts(message: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(content, str):
         return dict(message)
     return {**message, "content": [{"type": "text", "text": content}]}
+
+
+def _pad_token(model: Path) -> int | None:
+    """Return the id of a base model's padding token; None if its config.json names none."""
+    file = model / "config.json"
+    config = json.loads(file.read_text()) if file.exists() else {}
+    found = config.get("pad_token_id", config.get("text_config", {}).get("pad_token_id"))
+    return found if isinstance(found, int) else None
 
 
 def _templates(template: str | Mapping[str, str]) -> Sequence[str]:

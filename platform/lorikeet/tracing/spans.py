@@ -49,6 +49,9 @@ _OPERATIONS = {
     "/v1/messages": "chat",
     "/v1/messages/count_tokens": "count_tokens",
     "/v1/responses/input_tokens": "count_tokens",
+    "/v1/classify": "classify",
+    "/v1/score": "score",
+    "/v1/pooling": "pooling",
 }
 _IDS = RandomIdGenerator()
 _RANDOM_BITS = 56

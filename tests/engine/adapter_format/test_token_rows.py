@@ -67,7 +67,7 @@ def test_a_tied_head_uses_the_embeddings_rows_which_are_stored_once(tmp_path):
     save(tmp_path, [40, 3])
     spec = accept(tmp_path, TIED)
     layout = PackedLayout.of(spec, TIED)
-    head, embeddings = layout.rows[-1, -2:].tolist()
+    head, embeddings = layout.rows[-1, -3:-1].tolist()
     assert head == embeddings
     assert head[2] == layout.head_rows == 2
     assert layout.elements == spec.packed_elements(TIED.dims)

@@ -278,7 +278,7 @@ def add_graphs(runner, settings):
         both = ((range(1), attention), (range(1, groups), Rows(config.attention_scale)))
         attention = CapturableByHeads(both)
     runner._graphs = CudaGraphs(
-        runner.model, attention, runner._weights, runner.kv, limits, runner._states
+        runner.model, attention, runner.weights, runner.kv, limits, runner._states
     )
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from lorikeet_engine.errors import ShapeError
+from lorikeet_engine.kernels.lora import linear as product
 from lorikeet_engine.kernels.lora.reference import add_lora, expand, shrink
 from lorikeet_engine.kernels.lora.types import LoraGroup, LoraWeights, Segments
 
@@ -78,6 +79,15 @@ def test_each_token_gets_its_own_adapter_and_no_other(dtype, group, runs):
     # One rounding to dtype of a sum whose parts are at most as large as the largest output.
     tolerance = 4 * torch.finfo(dtype).eps * max(1.0, want.abs().max().item())
     torch.testing.assert_close(y.float(), want, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_product_without_lora_equals_float64(dtype):
+    x, weight, bias = torch.randn(5, 12), torch.randn(7, 12), torch.randn(7)
+    x, weight, bias = (each.to(dtype) for each in (x, weight, bias))
+    expected = x.double() @ weight.double().T + bias.double()
+    # rounded once, after sums in float32
+    torch.testing.assert_close(product.linear(x, weight, bias), expected.to(dtype))
 
 
 def test_rows_without_an_adapter_are_zero_in_v_and_bit_equal_in_y():

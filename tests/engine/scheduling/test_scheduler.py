@@ -1,13 +1,14 @@
 """Plans of steps: order, limits, preemption, and no starvation."""
 
 import random
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lorikeet_engine.request import SchedulingParams
-from lorikeet_engine.scheduling import step_budget
+from lorikeet_engine.scheduling import scheduler, step_budget
 from lorikeet_engine.scheduling.admission import MAX_OVERTAKES
 from lorikeet_engine.scheduling.fairness import OUTPUT_TOKEN
 from lorikeet_engine.scheduling.kv_cache import PageKeys
@@ -23,6 +24,21 @@ def test_a_step_takes_decodes_first_then_running_prefills_then_new_requests():
     assert harness.step() == [(decoding, 1), (prefilling, 7)]
     assert harness.step() == [(decoding, 1), (prefilling, 3), (newcomer, 4)]
     assert harness.step() == [(decoding, 1), (prefilling, 1), (newcomer, 1)]
+
+
+def test_a_saturated_engine_predicts_waits_by_the_tokens_that_it_decodes_per_second(monkeypatch):
+    now_s = 0.0
+    monkeypatch.setattr(scheduler, "time", SimpleNamespace(monotonic=lambda: now_s))
+    harness = SchedulerHarness(sequences=5)
+    for _ in range(6):
+        harness.add(1, max_tokens=500)
+    for _ in range(60):
+        now_s += 100.0
+        harness.step()
+    ahead = harness.scheduler._tenants.cost_ahead_of("", 1.0)
+    assert harness.scheduler.wait_s(SchedulingParams()) == pytest.approx(
+        ahead * 100 / (5 * OUTPUT_TOKEN)
+    )
 
 
 def test_no_more_sequences_run_than_the_bound():

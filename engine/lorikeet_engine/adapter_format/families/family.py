@@ -384,3 +384,6 @@ HEAD_ROWS, EMBEDDING_ROWS = (
     Linear(name, Width.HIDDEN, (Width.TOKEN,), name, Parallel.WHOLE)
     for name in ("lm_head_rows", "embed_tokens_rows")
 )
+# A classification or reward head, which the base model lacks, stored like a linear: its rank is the
+# number of labels, its A the weights [labels, hidden], and its B the biases [labels, 1].
+SCORE = Linear("score", Width.HIDDEN, (Width.ONE,), "score", Parallel.WHOLE)

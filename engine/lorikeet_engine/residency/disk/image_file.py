@@ -29,7 +29,7 @@ from lorikeet_engine.residency.workers import Workers
 log = logging.getLogger(__name__)
 
 # Increase with every change to the format, or to the result of `pack` or PackedLayout.
-_VERSION = 4
+_VERSION = 5
 _DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
 

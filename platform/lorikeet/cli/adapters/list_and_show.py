@@ -16,6 +16,7 @@ from lorikeet.sizes import show_size
 from lorikeet_engine.adapter_format import OUTER_MODULES
 
 _SHOWN_CHARACTERS = 60
+_SHOWN_LABELS = 8
 
 
 def list_adapters(
@@ -82,7 +83,7 @@ def show(ctx: typer.Context, adapter: Adapter, as_of: AsOf = None, as_json: AsJs
         if version["parity"] is not None:
             print_version_parity(version["version"], version["parity"])
     for version in reversed(answer["versions"]):
-        for line in (*show_invocation(version), *_base_lines(version)):
+        for line in (*show_kind(version), *_base_lines(version)):
             print_line(f"Version {version['version']} {line}")
 
 
@@ -107,8 +108,16 @@ def show_touched(version: dict[str, Any]) -> str:
     return f"{', '.join(changed)}, {touches['parameters']:,} parameters"
 
 
-def show_invocation(version: dict[str, Any]) -> Iterator[str]:
-    """Describe the invocation of a version that is an activated LoRA."""
+def show_kind(version: dict[str, Any]) -> Iterator[str]:
+    """Describe the invocation of a version that is an activated LoRA, and the labels of a version
+    with a head.
+    """
+    if (head := version["head"]) is not None:
+        labels = head["labels"]
+        more = ", …" if len(labels) > _SHOWN_LABELS else ""
+        shown = escape(", ".join(labels[:_SHOWN_LABELS]) + more)
+        count = f"{len(labels)} label{'s' * (len(labels) != 1)}"
+        yield f"classifies texts by a head of {count}: {shown}"
     if tokens := version["invocation_tokens"]:
         shown = ", ".join(map(str, tokens))
         yield f"is an activated LoRA: it changes a prompt from the last tokens {shown} on"

@@ -10,7 +10,7 @@ import typer
 from lorikeet.chat_template import template_digest
 from lorikeet.cli.adapters.list_and_show import (
     show_defaults,
-    show_invocation,
+    show_kind,
     show_ranks,
     show_touched,
 )
@@ -235,7 +235,7 @@ def _print_version(answer: dict[str, Any], *, is_new: bool) -> None:
         f" {show_size(answer['gpu_bytes'])} on a GPU\n"
         f"changes {show_touched(answer)}"
     )
-    for line in show_invocation(answer):
+    for line in show_kind(answer):
         print_line(line)
     print_line(f"digest {answer['digest']}")
     if answer["defaults"] is not None:

@@ -11,6 +11,7 @@ import typer
 
 from lorikeet.cli.arguments import parse_bound, parse_bytes, parse_count, parse_duration
 from lorikeet.cli.output import print_table
+from lorikeet.prices import show_money
 from lorikeet.sizes import show_size
 
 T = TypeVar("T")
@@ -157,7 +158,7 @@ TENANT_LIMIT_OPTIONS = (
         "--cost-per-month",
         "AMOUNT|none",
         parse_money,
-        lambda value: f"{value:.12g}",
+        show_money,
         "Cost a month",
         "Money a calendar month (UTC), by the prices of LORIKEET_PRICES, such as 250 or 99.50.",
         _NO_LIMIT,

@@ -110,7 +110,7 @@ def _print_table(rows: Sequence[Mapping[str, Any]]) -> None:
     print_table(
         [_NAMES[name] for name in names] + ["#Cost" for _ in priced] + list(_NUMBERS.values()),
         [
-            [*map(row.get, names), *(f"{row[each]:.2f}" for each in priced), *_numbers(row)]
+            [*map(row.get, names), *(f"{row[each]:.4f}" for each in priced), *_numbers(row)]
             for row in rows
         ],
         empty="Nothing was used.",

@@ -75,6 +75,7 @@ def validate_blob(
         touches=spec.touches,
         trained_on=spec.base_model,
         invocation_tokens=spec.invocation_tokens,
+        head=None if spec.head is None else spec.head.head,
     )
 
 

@@ -56,6 +56,7 @@ def version_json(adapter: AdapterRecord, version: VersionRecord) -> Json:
         "base_model": version.base_model,
         "trained_on": version.trained_on,
         "invocation_tokens": list(version.invocation_tokens),
+        "head": None if version.head is None else asdict(version.head),
         "parity": parity_json(version.parity),
         "created": version.created,
         "retired": version.retired,

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from lorikeet.catalog.names import DEFAULT_ALIAS, check_selector
 from lorikeet.catalog.records import AdapterRecord
-from lorikeet.errors import Unavailable, UnknownModel
+from lorikeet.errors import InvalidInput, Unavailable, UnknownModel
 from lorikeet.gateway.body import Body, json_body
 from lorikeet.gateway.catalog_view import GatewayCatalogView
 from lorikeet.gateway.error_responses import Refused
@@ -84,8 +84,8 @@ async def smoke_test(
     JSON.
 
     The adapter's blob must be in the store; the adapter need not have a version with this blob.
-    Raises Unavailable if no replica answers, and LorikeetError if the replica cannot load the
-    adapter or its weights overflow.
+    Raises InvalidInput for an adapter with a head, Unavailable if no replica answers, and
+    LorikeetError if the replica cannot load the adapter or its weights overflow.
 
     request_id: beginning of the ids of the test's requests on the replica.
     prompts: user messages.
@@ -93,6 +93,11 @@ async def smoke_test(
     defaults: the adapter's own request defaults, whose chat template and system prompt write the
         prompts of both.
     """
+    if adapter.head is not None:
+        raise InvalidInput(
+            f"{adapter} has a classification head and does not generate: try it with /v1/classify",
+            param="smoke",
+        )
     if base_model not in services.base_models:
         raise Unavailable(
             f"no replica serves the base model {base_model!r} of {adapter}: "

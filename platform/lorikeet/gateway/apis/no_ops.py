@@ -32,4 +32,13 @@ CHAT_NO_OPS: NoOps = {
     "store": (False,),
 }
 
+POOL_NO_OPS: NoOps = {
+    "add_special_tokens": (True,),
+    "embed_dtype": ("float32",),
+    "endianness": ("native", "little"),
+    "mm_processor_kwargs": ({},),
+    "priority": (0,),
+    "task": ("classify",),
+}
+
 COMPLETIONS_NO_OPS: NoOps = {**SAMPLING_NO_OPS, "add_special_tokens": (True,), "suffix": ("",)}

@@ -16,6 +16,7 @@ from lorikeet.error_shapes import MESSAGES, TINKER
 from lorikeet.gateway.apis.anthropic_request import CountTokensRequest, MessagesRequest
 from lorikeet.gateway.apis.chat_request import ChatRequest
 from lorikeet.gateway.apis.completion_request import CompletionRequest
+from lorikeet.gateway.apis.pool_request import ClassifyRequest, PoolingRequest, ScoreRequest
 from lorikeet.gateway.apis.responses_request import InputTokensRequest, ResponsesRequest
 from lorikeet.gateway.body import Body
 from lorikeet.gateway.reads import TenantReads
@@ -42,6 +43,7 @@ _REF = "#/components/schemas/{model}"
 _REQUESTS = (
     *(ChatRequest, CompletionRequest, ResponsesRequest, InputTokensRequest),
     *(MessagesRequest, CountTokensRequest),
+    *(ClassifyRequest, ScoreRequest, PoolingRequest),
     *(LoadRequest, SkyrlLoadRequest, UnloadRequest, TokenizeRequest, DetokenizeRequest),
     *(tinker.SamplingSessionRequest, tinker.WeightsInfoRequest),
     *(tinker.SampleRequest, tinker.FutureRequest, InferenceRequest),
@@ -159,6 +161,9 @@ def _generating() -> dict[str, Any]:
         f"{MESSAGES}/count_tokens": _generate(
             "Count the tokens of a message's prompt", "CountTokensRequest", _JSON, messages
         ),
+        "/v1/classify": _generate("Classify texts", "ClassifyRequest", _JSON),
+        "/v1/score": _generate("Score texts with a reward model", "ScoreRequest", _JSON),
+        "/v1/pooling": _generate("Compute a head's values", "PoolingRequest", _JSON),
     }
 
 

@@ -1,0 +1,124 @@
+"""Pooling of prompts: values of their last hidden states, in place of generated tokens.
+
+The last token's hidden state h, behind the final norm, represents a prompt. An adapter with a head
+has W·h + b there, one value for each label, as transformers' …ForSequenceClassification; without a
+head the values are h itself.
+"""
+
+from array import array
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+import torch
+
+from lorikeet_engine.adapter import AdapterRef
+from lorikeet_engine.device.async_copies import Download, upload
+from lorikeet_engine.errors import NotFinite
+from lorikeet_engine.kernels.lora.types import LoraWeights, Segments
+from lorikeet_engine.request import Pooled
+from lorikeet_engine.scheduling.sequence import Chunk, SequenceStatus
+
+_SCORE = -1  # the last of BaseShape.modules
+_PIECE_ROWS = 512  # of heads, whose weights are gathered at once: with 4,096 columns 38 MB
+
+
+@dataclass(frozen=True, slots=True)
+class ReadPooled:
+    """Values of the prompts that a step pooled, read by the host.
+
+    errors: by request id, the error of requests whose values are not finite.
+    """
+
+    outputs: list[Pooled]
+    errors: Mapping[str, NotFinite]
+
+
+class PooledPrompts:
+    """Values of the prompts that one step pools, on their way to the host once `compute` was
+    called.
+
+    A LogitsReader (prompt_scores.py).
+    """
+
+    def __init__(self, chunks: list[Chunk], weights: LoraWeights | None) -> None:
+        """Collect the prompts that the step completes.
+
+        chunks: the step's chunks in the order of the batch; at least one completes a prompt to
+            pool.
+        weights: memory of the adapters' weights; may be None without adapters.
+        """
+        ends = accumulate(chunk.length for chunk in chunks)
+        pairs = [(chunk, end - 1) for chunk, end in zip(chunks, ends, strict=True) if pools(chunk)]
+        self._plain = [pair for pair in pairs if not _labels(pair[0])]
+        self._heads = [pair for pair in pairs if _labels(pair[0])]
+        self._weights = weights
+        self._states: Download | None = None
+        self._scores: list[Download] = []
+
+    @torch.inference_mode()
+    def compute(
+        self,
+        hidden: torch.Tensor,
+        _: Callable[[torch.Tensor, Segments | None], torch.Tensor],
+    ) -> None:
+        """Launch the pooling and the copies of the values to the host. The host waits for nothing.
+
+        hidden: [tokens, hidden], last hidden states of the step.
+        """
+        if self._plain:
+            rows = np.array([row for _, row in self._plain], np.int64)
+            self._states = Download(hidden[upload(rows, hidden.device)].float())
+        if not self._heads:
+            return
+        weights, width = self._weights, hidden.shape[1]
+        assert weights is not None, "a head without adapter weights"
+        columns = torch.arange(width, device=hidden.device)
+        facts = np.array(
+            [
+                (row, chunk.lease.slot, label)
+                for chunk, row in self._heads
+                if chunk.lease is not None
+                for label in range(_labels(chunk))
+            ],
+            np.int64,
+        )
+        for piece in torch.split(upload(facts, hidden.device), _PIECE_ROWS):
+            row, slot, label = piece.unbind(1)
+            a, b = weights.table[slot, -1, _SCORE, :2].unbind(1)  # of each adapter's head
+            of_label = weights.arena[(a + label * width)[:, None] + columns]  # [labels, hidden]
+            products = of_label.float() * hidden[row].float()
+            self._scores.append(Download(products.sum(1) + weights.arena[b + label].float()))
+
+    def wait(self) -> ReadPooled:
+        """Wait for the values; return the values of sequences that have not finished."""
+        values = list[tuple[Chunk, torch.Tensor]]()
+        if self._states is not None:
+            values += zip((chunk for chunk, _ in self._plain), self._states.wait(), strict=True)
+        if self._heads:
+            chunks = [chunk for chunk, _ in self._heads]
+            scores = torch.cat([piece.wait() for piece in self._scores])
+            values += zip(chunks, torch.split(scores, [*map(_labels, chunks)]), strict=True)
+        outputs, errors = list[Pooled](), dict[str, NotFinite]()
+        for chunk, each in values:
+            sequence, request_id = chunk.sequence, chunk.sequence.request.request_id
+            if sequence.status is SequenceStatus.FINISHED:
+                continue
+            if each.isfinite().all():
+                outputs.append(Pooled(request_id, sequence.choice, array("f", each.tolist())))
+            else:
+                errors[request_id] = NotFinite.under(sequence.adapter)
+        return ReadPooled([each for each in outputs if each.request_id not in errors], errors)
+
+
+def pools(chunk: Chunk) -> bool:
+    """Whether a chunk completes a prompt that is to be pooled."""
+    return chunk.completes and chunk.sequence.request.pools
+
+
+def _labels(chunk: Chunk) -> int:
+    """Return the number of labels of a chunk's head; 0 without a head."""
+    adapter = chunk.sequence.adapter
+    head = adapter.head if isinstance(adapter, AdapterRef) else None
+    return 0 if head is None else len(head.labels)

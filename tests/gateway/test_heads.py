@@ -1,0 +1,227 @@
+"""Adapters with a head: requests to classify, score and pool, and what else is refused by name."""
+
+import json
+from array import array
+from base64 import b64decode
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+from transformers.pipelines.text_classification import sigmoid, softmax
+
+from lorikeet.answer_stream.answer import Answer
+from lorikeet.protocol.messages import Call
+from lorikeet.text.call_encoding import encode_call
+from lorikeet_engine.adapter import Problem
+from lorikeet_engine.adapter_format import write_blob
+from lorikeet_engine.request import FinishReason, Pooled, Tokens
+from tests.gateway.conftest import (
+    SHAPE,
+    Gateway,
+    Items,
+    chat,
+    demo_encoder,
+    header,
+    make_peft,
+    serving,
+)
+from tests.gateway.test_bad_requests import error_of
+
+CLASSIFY, SCORE, POOLING = "/v1/classify", "/v1/score", "/v1/pooling"
+PATHS = (CLASSIFY, SCORE, POOLING)
+TONES = ("calm", "warm", "wild")
+SCORES = (0.25, -1.5, 2.0)
+
+
+def head_blob(folder: Path, labels: int, config: dict[str, Any] | None = None) -> bytes:
+    """Make a blob of an adapter with a head. config: content of config.json in its folder."""
+    words = {"task_type": "SEQ_CLS", "modules_to_save": ["classifier", "score"]}
+    make_peft(folder, seed=labels, config=words)
+    tensors = load_file(folder / "adapter_model.safetensors")
+    tensors["base_model.model.score.weight"] = np.ones((labels, SHAPE.hidden), np.float32)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    if config is not None:
+        (folder / "config.json").write_text(json.dumps(config))
+    write_blob(folder, folder / "blob")
+    return (folder / "blob").read_bytes()
+
+
+def scoring(*scores: float) -> Callable[[Call], Items]:
+    """Answer each call with these values of a head, as a replica does."""
+
+    async def replay(call: Call) -> Items:
+        encoder = demo_encoder()
+        prompts = encode_call(call, encoder, 4096).prompts
+        answer = Answer(call, prompts, encoder.vocabulary, encoder.syntax)
+        yield header(call)
+        for index in range(len(prompts)):
+            made = Tokens(call.request_id, index, (7,), FinishReason.LENGTH)
+            for item in answer.take([Pooled(call.request_id, index, array("f", scores)), made]):
+                yield item
+
+    return replay
+
+
+@pytest.fixture(scope="module")
+def _serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
+    folder = tmp_path_factory.mktemp("heads")
+    with serving(folder) as running:
+        tones = {"id2label": dict(enumerate(TONES)), "pad_token_id": 3}
+        several = tones | {"problem_type": "multi_label_classification"}
+        for name, labels, config in (
+            ("reward", 1, None),
+            ("tone", 3, tones),
+            ("tags", 3, several),
+            ("price", 1, {"problem_type": "regression"}),
+        ):
+            blob = head_blob(folder / name, labels, config)
+            answer = running.upload(f"acme/{name}", blob)
+            assert answer.is_success, answer.text
+        yield running
+
+
+@pytest.fixture
+def gateway(_serving: Gateway) -> Gateway:
+    _serving.engines.replay = scoring(*SCORES)
+    return _serving
+
+
+def test_a_text_is_classified_in_vllms_shape(gateway: Gateway) -> None:
+    answer = gateway.post(CLASSIFY, {"model": "acme/tone", "input": ["hello there", "bye"]})
+    assert answer.is_success, answer.text
+    body = answer.json()
+    want = softmax(np.array(SCORES)).tolist()
+    assert [each["index"] for each in body["data"]] == [0, 1]
+    for each in body["data"]:
+        assert (each["label"], each["num_classes"]) == ("wild", 3)
+        assert each["probs"] == pytest.approx(want)
+    tokens = sum(len(ids) for ids in gateway.engines.encoded[-1].prompts)
+    assert body["usage"]["prompt_tokens"] == body["usage"]["total_tokens"] == tokens
+    assert body["usage"]["completion_tokens"] == 0
+    assert body["id"] == f"classify-{answer.headers['x-request-id']}"
+    assert (body["object"], body["model"]) == ("list", "acme/tone")
+    assert body["adapter"]["name"] == "acme/tone"
+
+
+@pytest.mark.parametrize(
+    ("model", "scores", "want"),
+    [
+        ("tags", SCORES, sigmoid(np.array(SCORES)).tolist()),
+        ("reward", (-90.0,), sigmoid(np.array([-90.0])).tolist()),
+        ("price", (12.5,), [12.5]),
+    ],
+)
+def test_probabilities_are_those_of_transformers_pipelines(
+    gateway: Gateway, model: str, scores: tuple[float, ...], want: list[float]
+) -> None:
+    gateway.engines.replay = scoring(*scores)
+    body = {"model": f"acme/{model}", "input": "hello"}
+    (found,) = gateway.post(CLASSIFY, body).json()["data"]
+    assert found["probs"] == pytest.approx(want)
+    (raw,) = gateway.post(CLASSIFY, body | {"use_activation": False}).json()["data"]
+    assert raw["probs"] == list(scores)
+
+
+def test_a_reward_is_the_heads_own_value(gateway: Gateway) -> None:
+    gateway.engines.replay = scoring(-3.5)
+    body = gateway.post(SCORE, {"model": "acme/reward", "input": "hello"}).json()
+    assert body["data"] == [{"index": 0, "object": "score", "score": -3.5}]
+
+
+def test_pooled_values_are_numbers_or_base64(gateway: Gateway) -> None:
+    body = {"model": "acme/tone", "input": "hello", "use_activation": False}
+    (plain,) = gateway.post(POOLING, body).json()["data"]
+    assert plain == {"index": 0, "object": "pooling", "data": list(SCORES)}
+    (packed,) = gateway.post(POOLING, body | {"encoding_format": "base64"}).json()["data"]
+    assert np.frombuffer(b64decode(packed["data"]), "<f4").tolist() == list(SCORES)
+
+
+def test_a_chat_is_pooled_as_the_template_writes_it(gateway: Gateway) -> None:
+    messages = [*chat()["messages"], {"role": "assistant", "content": "good day"}]
+    answer = gateway.post(CLASSIFY, {"model": "acme/tone", "messages": messages})
+    assert answer.is_success, answer.text
+    encoder = demo_encoder()
+    (ids,) = gateway.engines.encoded[-1].prompts
+    assert encoder._template is not None
+    text = encoder._template.render(messages, add_generation_prompt=False)
+    assert encoder.backend.decode(list(ids), skip_special_tokens=False) == text
+
+
+@pytest.mark.parametrize(("model", "left"), [("tone", 3), ("reward", 5)])
+def test_padding_at_the_end_is_left_out(gateway: Gateway, model: str, left: int) -> None:
+    gateway.engines.replay = scoring(1.0)
+    gateway.post(POOLING, {"model": f"acme/{model}", "input": [[9, 3, 8, 3, 3], [3, 3]]})
+    lengths = [len(ids) for ids in gateway.engines.encoded[-1].prompts]
+    assert lengths == [left, 1 if model == "tone" else 2]
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_model_without_a_head_is_refused_by_name(gateway: Gateway, path: str) -> None:
+    for model in ("acme/support", "tiny", "acme/support+acme/support@1"):
+        error = error_of(gateway.post(path, {"model": model, "input": "hello"}), 400)
+        assert error["param"] in ("model", "adapters")
+    assert (
+        "no classification head"
+        in error_of(gateway.post(path, {"model": "tiny", "input": "hello"}), 400)["message"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", chat("acme/tone")),
+        ("/v1/completions", {"model": "acme/tone", "prompt": "hello"}),
+        ("/v1/responses", {"model": "acme/tone", "input": "hello"}),
+    ],
+)
+def test_a_request_to_generate_is_refused_by_name(
+    gateway: Gateway, path: str, body: dict[str, Any]
+) -> None:
+    error = error_of(gateway.post(path, body), 400)
+    assert error["param"] == "model"
+    assert "/v1/classify" in error["message"]
+
+
+def test_an_adapter_with_a_head_is_not_composed(gateway: Gateway) -> None:
+    body = chat("tiny", adapters=[{"name": "acme/tone"}, {"name": "acme/support"}])
+    error = error_of(gateway.post("/v1/chat/completions", body), 400)
+    assert "classification head" in error["message"]
+
+
+def test_a_score_of_several_labels_and_pairs_are_refused_by_name(gateway: Gateway) -> None:
+    error = error_of(gateway.post(SCORE, {"model": "acme/tone", "input": "hello"}), 400)
+    assert "has 3 labels" in error["message"]
+    pair = {"model": "acme/reward", "text_1": "a", "text_2": "b"}
+    assert "cross-encoders" in error_of(gateway.post(SCORE, pair), 400)["message"]
+
+
+@pytest.mark.parametrize(
+    "body", [{}, {"input": "a", "messages": chat()["messages"]}, {"input": []}, {"input": [[]]}]
+)
+def test_a_bad_input_is_named(gateway: Gateway, body: dict[str, Any]) -> None:
+    for path in PATHS:
+        error = error_of(gateway.post(path, {"model": "acme/reward", **body}), 400)
+        assert error["param"] in ("input", "messages")
+
+
+def test_tokens_count_against_the_limits_and_in_why(gateway: Gateway) -> None:
+    gateway.engines.replay = scoring(1.0)
+    answer = gateway.post(SCORE, {"model": "acme/reward", "input": "hello there"})
+    why = gateway.request(
+        "GET", f"/v1/requests/{answer.headers['x-request-id']}", gateway.keys["acme"]
+    ).json()
+    assert why["request"] == f"POST {SCORE}"
+    assert why["model"] == "acme/reward"
+
+
+def test_smoke_tests_are_refused_by_name(gateway: Gateway) -> None:
+    answer = gateway.admin("POST", "/adapters/acme/tone/smoke", {})
+    assert "does not generate" in error_of(answer, 400)["message"]
+
+
+def test_a_version_shows_its_head(gateway: Gateway) -> None:
+    shown = gateway.admin("GET", "/adapters/acme/tags").json()["versions"][0]["head"]
+    assert shown == {"labels": [*TONES], "problem": Problem.MULTI_LABEL, "pad_token": 3}
