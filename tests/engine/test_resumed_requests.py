@@ -87,23 +87,22 @@ def test_a_choice_goes_on_with_the_tokens_that_follow(
     save_adapter(tiny_checkpoints[family], folder, 0, r=8, lora_alpha=16, target_modules=linears)
     adapters = {None: None, "a": shelf.add(folder, "a")}
     whole = Answers(make(max_running=16))
-    for name, adapter in adapters.items():
-        for way in WAYS:
-            whole.submit(asked(way, f" {name}", adapter))
+    named = {way: [*adapters][at % 2] for at, way in enumerate(WAYS)}
+    for way, name in named.items():
+        whole.submit(asked(way, f" {name}", adapters[name]))
     whole.all()
     # too few pages for all: resumed sequences are preempted
     other = Answers(make(max_running=8, kv_pages=14, max_context=128, max_batch_tokens=48))
     resumed = list[tuple[str, str, int]]()
-    for name, adapter in adapters.items():
-        for at, way in enumerate(WAYS):
-            for cut in (CUTS[at % len(CUTS)], CUTS[(at + 3) % len(CUTS)]):
-                made = made_until(whole, f"{way} {name}", cut)
-                if any(some is not None for some in made):
-                    other.submit(asked(way, f" {name} {cut}", adapter, made=made))
-                    resumed.append((f"{way} {name}", f"{way} {name} {cut}", cut))
+    for at, (way, name) in enumerate(named.items()):
+        for cut in (CUTS[at % len(CUTS)], CUTS[(at + 3) % len(CUTS)]):
+            made = made_until(whole, f"{way} {name}", cut)
+            if any(some is not None for some in made):
+                other.submit(asked(way, f" {name} {cut}", adapters[name], made=made))
+                resumed.append((f"{way} {name}", f"{way} {name} {cut}", cut))
     other.all()
     assert not other.errors
-    assert len(resumed) > 20
+    assert len(resumed) > 10
     for before, after, cut in resumed:
         for choice in range(4):
             tokens = whole.of(before, choice)

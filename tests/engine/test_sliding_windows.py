@@ -23,6 +23,7 @@ WORLDS = (
     "gemma4_e_deep",
 )
 OFTEN = ("mistral", "olmo3", "gemma3_deep", "gemma4_deep", "gemma4_e_deep")
+ON_RANKS = ("mistral", "gemma4_e_deep")
 ADAPTERS: dict[str, dict[str, Any]] = {
     "first": {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_proj"]},
     "second": {"r": 12, "lora_alpha": 12, "target_modules": ["k_proj", "o_proj", "up_proj"]},
@@ -58,7 +59,9 @@ def needs(engine):
     return PageNeeds(PAGE, windows, engine._settings.max_batch_tokens)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "mode", [pytest.param(m, marks=pytest.mark.soak if m == "at_ease" else []) for m in MODES]
+)
 def test_adapters_in_one_batch_give_pefts_answers(make, world, mode):
     engine = make(**MODES[mode])
     witness, answers = RecordingRunner(engine), Answers(engine)
@@ -111,6 +114,12 @@ def test_a_prefix_is_found_up_to_the_cached_pages_of_its_windows(make, world):
     assert answers.of("long") == world.expected[None]
 
 
+@pytest.mark.parametrize(
+    "world",
+    [pytest.param(w, marks=[] if w in ON_RANKS else [pytest.mark.soak]) for w in WORLDS],
+    indirect=True,
+    scope="module",
+)
 @pytest.mark.usefixtures("one_thread", "forked_followers")
 def test_two_ranks_give_pefts_answers(make, world):
     engine = make(tensor_parallel=2, max_batch_tokens=CHUNK, max_running=CHUNK)

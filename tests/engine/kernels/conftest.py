@@ -1,4 +1,4 @@
-"""Cases and casts of kernel tests that Triton's interpreter runs."""
+"""Cases of kernel tests that `make test` compiles or interprets, and the interpreter's casts."""
 
 from collections import defaultdict
 from itertools import combinations
@@ -17,21 +17,23 @@ Values = tuple[tuple[str, str], ...]  # names and values of a case's parameters
 
 @pytest.hookimpl(tryfirst=True)  # before -m reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark as soak all cases but a few that cover every pair of parameters' values.
+    """Mark as soak all cases but a few that cover the parameters' values.
 
-    Each of the few runs in one dtype, by turns. A test with one or two parameters beside the dtype
-    runs with all combinations of their values. Does nothing outside Triton's interpreter.
+    In Triton's interpreter the few cover every pair of values, each in one dtype, by turns: a test
+    with one or two parameters beside the dtype runs with all combinations. Tests that compile
+    kernels need a second or more for each case: the few have every value once.
     """
-    if not INTERPRETED:
-        return
     tests: dict[str, dict[Values, list[pytest.Item]]] = defaultdict(lambda: defaultdict(list))
     for item in items:
+        compiles = item.path.name == "test_kernels_compile.py"
+        if not (INTERPRETED or compiles):
+            continue
         if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
             others = {k: repr(v) for k, v in item.callspec.params.items() if k != "kind"}
             if item.get_closest_marker("soak") is None:
                 tests[item.nodeid.partition("[")[0]][tuple(others.items())].append(item)
     for cases in tests.values():
-        chosen = _pairwise(list(cases))
+        chosen = _covering(list(cases), 2 if INTERPRETED else 1)
         for others, kinds in cases.items():
             turn = chosen.index(others) if others in chosen else None
             for number, item in enumerate(kinds):
@@ -39,14 +41,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                     item.add_marker(pytest.mark.soak)
 
 
-def _pairwise(cases: list[Values]) -> list[Values]:
-    """Choose few cases that have every pair of values; greedily, so not always the fewest."""
-    pairs = {case: set(combinations(case, 2)) or {case} for case in cases}
-    left, chosen = set().union(*pairs.values()), []
+def _covering(cases: list[Values], size: int) -> list[Values]:
+    """Choose few cases that have every value, or with a size of 2 every pair of values.
+
+    Chooses greedily, so not always the fewest.
+    """
+    covered = {case: set(combinations(case, size)) or {case} for case in cases}
+    left, chosen = set().union(*covered.values()), []
     while left:
-        best = max(cases, key=lambda case: len(pairs[case] & left))
+        best = max(cases, key=lambda case: len(covered[case] & left))
         chosen.append(best)
-        left -= pairs[best]
+        left -= covered[best]
     return chosen
 
 
