@@ -1,5 +1,6 @@
 """Tinker's own client samples from the service what /v1/completions answers."""
 
+import asyncio
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -83,3 +84,30 @@ def test_many_samples_at_once_are_each_their_own(client: Any, prompt: list[int])
     first, second = ([each.result().sequences[0].tokens for each in some] for some in (once, again))
     assert first == second
     assert len(set(map(tuple, first))) > 8
+
+
+@pytest.mark.soak
+def test_the_cookbooks_policy_samples_a_group(
+    service: Service, client: Any, prompt: list[int]
+) -> None:
+    """tinker-cookbook 0.6.1's completer of tokens, which its recipes of RL sample with.
+
+    No dependency of the project, as it brings many packages.
+    """
+    completers = pytest.importorskip("tinker_cookbook.completers")
+    sampler = client.create_sampling_client(model_path=f"tinker://{TASK.model}").result()
+    policy = completers.TinkerTokenCompleter(sampler, max_tokens=8, temperature=0.0)
+
+    async def group() -> list[Any]:
+        given = tinker.ModelInput.from_ints(prompt)
+        return await asyncio.gather(*(policy(given, stop=[1]) for _ in range(64)))
+
+    answer = service.client(TASK.tenant).completions.create(
+        model=TASK.model,
+        prompt=prompt,
+        max_tokens=8,
+        temperature=0,
+        extra_body={"return_token_ids": True},
+    )
+    expected = answer.to_dict()["choices"][0]["token_ids"]
+    assert [sample.tokens for sample in asyncio.run(group())] == [expected] * 64
