@@ -39,7 +39,7 @@ export TOKENIZERS_PARALLELISM ?= false
 # Else each of the 200 processes that tests start compiles what it imports, where this is set.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install serve stop test test-service test-engine test-platform check soak attack test-gpu test-ceph bench-catalog bench-download bench-gateway bench-routing bench-http bench-goodput loadtest clean
+.PHONY: help install serve stop test test-service test-engine test-platform check soak attack test-gpu test-ceph bench-catalog bench-gateway bench-routing bench-http bench-goodput loadtest clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -108,9 +108,6 @@ bench-goodput: $(INSTALLED)  ## the most requests a second that a GPU serves wel
 
 bench-catalog: $(INSTALLED)  ## what a catalog of a million adapters costs
 	@$(BIN)/python -m loadtest.bench_catalog
-
-bench-download: $(INSTALLED)  ## how fast a replica downloads an adapter, beside curl
-	@$(BIN)/python -m loadtest.bench_download
 
 test-ceph: $(INSTALLED)  ## the catalog's tests on Ceph's S3 server, from Debian's packages
 	TEST_S3=radosgw $(BIN)/pytest -m "not soak" tests/catalog tests/gateway/test_uploads.py

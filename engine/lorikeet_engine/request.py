@@ -139,6 +139,9 @@ class SchedulingParams:
         for no limit.
     max_load_s: seconds after which a request whose adapter is not on the GPU fails with
         AdapterNotReady, while the adapter goes on loading; None for no limit.
+    background: the request gets only what all other requests leave of the engine, whatever its
+        tenant's weight and its priority: it begins after them, gives its place and pages to them,
+        and lengthens their steps by no more than a few percent.
     """
 
     tenant: str = ""
@@ -146,6 +149,7 @@ class SchedulingParams:
     priority: int = 0
     max_queue_s: float | None = None
     max_load_s: float | None = None
+    background: bool = False
 
     def __post_init__(self) -> None:
         _require(self.weight > 0.0, "weight", self.weight, "above 0")

@@ -37,6 +37,7 @@ class Targets(StrEnum):
     LINEARS_AND_HEAD = "linears and lm_head"
     ATTENTION = "attention"
     DORA = "linears, with DoRA where linears can have it"
+    SHARED_OUTER = "linears, with one A of gate and of up, and one B of down, for all experts"
 
 
 # At rank 16 and inputs 4,096 wide, an adapter of such numbers adds a tenth to a linear's output.
@@ -199,10 +200,18 @@ def random_layout(
     places = [place for place in product(range(shape.layers), linears) if shape.has(*place)]
     if on is Targets.LINEARS_AND_HEAD:
         places.append((shape.outer_layer, shape.index("lm_head")))
+    shared_outer = frozenset[tuple[int, int, int]]()
+    if on is Targets.SHARED_OUTER:
+        shared_outer = frozenset(
+            (layer, n, int(shape.linears[n].name == "down_proj"))
+            for layer, n in places
+            if shape.linears[n].of_experts
+        )
     vectors = frozenset[tuple[int, int]]()
     if on is Targets.DORA:
         vectors = frozenset(p for p in places if _can_have_vectors(shape.linears[p[1]]))
-    return PackedLayout.of_ranks(dict.fromkeys(places, rank), shape, world, vectors=vectors)
+    ranks = dict.fromkeys(places, rank)
+    return PackedLayout.of_ranks(ranks, shape, world, shared_outer=shared_outer, vectors=vectors)
 
 
 def _can_have_vectors(linear: Linear) -> bool:

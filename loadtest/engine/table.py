@@ -56,7 +56,7 @@ def main() -> None:
 def _works(part: str, options: argparse.Namespace) -> Sequence[Work]:
     works: Sequence[Work] = PARTS[part].WORKS
     if options.rows and part == "throughput":
-        return (*works, *throughput.ATTENTION)
+        return (*works, *throughput.OF_MIXTURES)
     return works
 
 

@@ -37,8 +37,9 @@ WORKS = (
     Work("128 adapters", 16, 256, 128),
 )
 
-ATTENTION = tuple(
-    Work(f"{count} on attention", 256, 128, count, on=Targets.ATTENTION) for count in (8, 128)
+OF_MIXTURES = (
+    *(Work(f"{count} on attention", 256, 128, count, on=Targets.ATTENTION) for count in (8, 128)),
+    *(Work(f"{count} shared outer", 256, 128, count, on=Targets.SHARED_OUTER) for count in (8, 32)),
 )
 """Works for mixtures of experts, whose adapters on experts take gigabytes; run only if named."""
 
@@ -110,7 +111,7 @@ def main() -> None:
     parser.add_argument("--population", type=int, default=1000, help="adapters of the Zipf row")
     parser.add_argument("--room", type=int, default=ROOM, help="adapters that the GPU holds")
     options = parser.parse_args()
-    every = (*WORKS, *ATTENTION, zipf(options.population)) if options.rows else WORKS
+    every = (*WORKS, *OF_MIXTURES, zipf(options.population)) if options.rows else WORKS
     works = harness.chosen(parser, every, options.rows)
     facts = harness.facts(options.commit)
     arguments = harness.adapters_of(works, options.host_adapters) | harness.model_of(options)

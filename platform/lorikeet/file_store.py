@@ -21,6 +21,8 @@ from lorikeet.retry_after import REPAIR_S
 PREFIX, CONTENTS = "files/", "file_contents/"
 LIFETIME_S = 30 * 86_400
 """Seconds for which a file is kept unless its upload says otherwise, and the longest lifetime."""
+SHORTEST_S = 3600
+"""Shortest lifetime of a file, seconds."""
 MAX_FILES = 10_000
 """Limit on the files of one tenant, so that all of them can be listed in about a second."""
 PAGE = 100

@@ -293,6 +293,9 @@ class Settings(BaseModel):
         description="bytes of files that the catalog's store keeps for each tenant, input and "
         "output of batches; not set: there are no files and no batches",
     )
+    open_batches: int = Field(
+        20, ge=1, description="batches of each tenant that have not ended, with files_bytes"
+    )
     max_queue_s: float = Field(
         60.0,
         gt=0,

@@ -437,7 +437,7 @@ def test_files_in_a_bucket_need_only_rights_that_a_gateway_has(url: str, tmp_pat
     assert deleted == {"files", "file_contents"}
     assert {command for command, _ in rights} == {"GET", "HEAD", "PUT", "DELETE"}
     (row,) = re.findall(r"^\| `lorikeet` \(gateways.*", KUBERNETES.read_text(), re.MULTILINE)
-    assert "`files/` and `file_contents/` where files are" in row
+    assert "`files/`, `file_contents/`, `open_batches/` and `batch_runs/` where files are" in row
 
 
 @pytest.fixture(scope="module")

@@ -75,16 +75,25 @@ def packed_deltas(blob: Path, shape: BaseShape) -> dict[str, torch.Tensor]:
     for part in spec.linears:
         a_at, b_at, rank = layout.rows[part.layer, part.linear].tolist()
         (d_in, d_out), count = shape.dims(part.linear), shape.matrices(part.linear)
-        a = image[a_at : a_at + count * rank * d_in]
-        b = image[b_at : b_at + count * rank * d_out].view(count, rank, d_out)
+        a = _matrices(image, a_at, count, rank * d_in)
+        b = _matrices(image, b_at, count, rank * d_out).view(count, rank, d_out)
         found = shape.modules[part.linear]
         name = found.module if part.layer == shape.outer_layer else found.path(part.layer)
         if found.gathers:
-            deltas[name] = a.view(d_in, rank) @ b[0]
+            deltas[name] = a[0].view(d_in, rank) @ b[0]
         else:
-            delta = (b.mT @ a.view(count, rank, d_in))[:, _rows(shape, found)]
+            delta = (b.mT @ a.reshape(count, rank, d_in))[:, _rows(shape, found)]
             deltas[name] = delta if found.of_experts else delta[0]
     return deltas
+
+
+def _matrices(image: torch.Tensor, at: int, count: int, size: int) -> torch.Tensor:
+    """Return one linear's A or B, [count, size].
+
+    at: place of the matrix in PackedLayout.rows, odd if all experts share it.
+    """
+    stored, begin = 1 if at % 2 else count, at - at % 2
+    return image[begin : begin + stored * size].view(stored, size).expand(count, size)
 
 
 def _rows(shape: BaseShape, linear: Linear) -> torch.Tensor:

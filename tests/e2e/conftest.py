@@ -107,6 +107,7 @@ def service(
         environ.setenv("LORIKEET_USAGE_FLUSH_S", str(USAGE_FLUSH_S))
         environ.setenv("LORIKEET_LOAD_FROM", str(root / "shared"))
         environ.setenv("LORIKEET_TINKER", "true")
+        environ.setenv("LORIKEET_FILES_BYTES", str(100 * 2**20))
         environ.setenv("LORIKEET_OTLP_TRACES_ENDPOINT", collector.url)
         environ.setenv("LORIKEET_TRACES_SAMPLING_RATIO", "0")
         environ.setenv(faulty_replica.FOLDER, str(tmp_path_factory.mktemp("faults")))

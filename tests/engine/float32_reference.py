@@ -17,7 +17,7 @@ from lorikeet_engine.sampling.draws import SamplingRow
 from tests.engine import engine_driver
 from tests.engine.blob_shelf import BlobShelf
 from tests.engine.engine_driver import Answers
-from tests.engine.peft_adapters import save_adapter
+from tests.engine.peft_adapters import activation, save_adapter
 from tests.engine.peft_world import composed
 
 # Largest error of a log-probability against the reference: 36 eps of bfloat16, 0.28. Each of ten
@@ -327,14 +327,18 @@ class Float32Reference:
         self.refs[name] = composed(self.refs, weights)
 
     @torch.inference_mode()
-    def logprobs(self, name: str | None, tokens: list[int]) -> torch.Tensor:
-        """Return log probabilities [tokens, vocab] after each token, under an adapter."""
+    def logprobs(self, name: str | None, tokens: list[int], answered: int = 0) -> torch.Tensor:
+        """Return log probabilities [tokens, vocab] after each token, under an adapter.
+
+        answered: number of the last tokens that are an answer, which invoke no activated LoRA.
+        """
         ids = torch.tensor([tokens], device=self.device)
         if name is None:
             with self._model.disable_adapter():
                 return self._model(input_ids=ids).logits[0].log_softmax(-1)
         self._model.set_adapter(name)
-        return self._model(input_ids=ids).logits[0].log_softmax(-1)
+        activated = activation(self._model, tokens[: len(tokens) - answered], len(tokens))
+        return self._model(input_ids=ids, **activated).logits[0].log_softmax(-1)
 
 
 @dataclass
@@ -388,7 +392,8 @@ def compare(
         assert said == drawn[: len(said)]
         assert stopped == (drawn[-1] in request.sampling.stop_token_ids)
         prompt = list(request.prompts[choice // request.n])
-        want = reference.logprobs(name, prompt + drawn[:-1])[len(prompt) - 1 :]
+        answered = len(drawn) - 1
+        want = reference.logprobs(name, prompt + drawn[:-1], answered)[len(prompt) - 1 :]
         error = torch.stack([draws.logits[key] for key in at]) - want
         worst, typical = error.abs().max().item(), error.square().mean().sqrt().item()
         assert worst <= tolerance, f"{request.request_id} under {name}: {worst}"

@@ -74,7 +74,8 @@ def save_shared(checkpoint: Path, folder: Path, rank: int) -> Path:
             linear = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}[name]
             d_in, d_out = shape.dims(shape.index(linear))
             of_a, of_b = (shape.experts, 1) if name == "w2" else (1, shape.experts)
-            path = f"base_model.model.model.layers.{layer}.mlp.experts.{name}"
+            experts = shape.linears[shape.index(linear)].path(layer).rpartition(".")[0]
+            path = f"base_model.model.{experts}.{name}"
             tensors[f"{path}.lora_A.weight"] = torch.randn(of_a, rank, d_in, generator=generator)
             b = torch.randn(of_b, d_out, rank, generator=generator) * 0.1
             tensors[f"{path}.lora_B.weight"] = b

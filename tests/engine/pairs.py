@@ -1,4 +1,4 @@
-"""Pairs of names of two kinds, such as families and storages, for parametrised tests."""
+"""Pairs of values of two kinds, such as families and storages, for parametrised tests."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 
-def pairs(many: Iterable[str], few: Sequence[Any]) -> list[Any]:
-    """Pair each name of `many` with each of `few`.
+def pairs(many: Iterable[Any], few: Sequence[Any]) -> list[Any]:
+    """Pair each value of `many` with each of `few`.
 
     `make test` takes each of `many` once, with those of `few` in turn; `make soak` takes the other
     pairs.

@@ -262,3 +262,15 @@ def test_an_adapter_with_a_head_is_not_added_to_others(world_of):
     world = world_of("llama")
     with pytest.raises(InvalidRequest, match="classification head"):
         Composition((world.plain, world.refs["tone"]), (1.0, 1.0))
+
+
+def test_a_prompt_without_its_padding_scores_as_transformers_with_padding(world_of):
+    world, ids = world_of("llama"), prompt(12)
+    labels, pad = HEADS["tone"][0], 2
+    folder = world.shelf.folder.parent / "tone"
+    base = classifier(world.checkpoint, labels)
+    base.config.pad_token_id = pad
+    model = peft.PeftModel.from_pretrained(base, folder).eval()
+    with torch.inference_mode():
+        padded = model(torch.tensor([[*ids, pad, pad]])).logits[0]
+    torch.testing.assert_close(padded, expected(world.checkpoint, folder, labels, ids))

@@ -21,6 +21,7 @@ from safetensors.numpy import save_file
 from lorikeet.answer_stream.answer import event_stream, whole_answer
 from lorikeet.answer_stream.logprobs_format import LogprobsJson
 from lorikeet.answer_stream.openai_format import Choice, Ending, EventStream
+from lorikeet.batch_store import BatchStore
 from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.records import Scope
 from lorikeet.catalog.store.local import LocalStore
@@ -121,6 +122,7 @@ def serving(
     if responses_lifetime_s is not None:
         services["responses"] = ResponseStore(store, responses_lifetime_s, clock)
     services.setdefault("files", FileStore(store, FILES_BYTES, clock))
+    services.setdefault("batches", BatchStore(store, 20, clock) if services["files"] else None)
     engines = ReplayEngines()
     _, admin_key = catalog.create_key(None, {Scope.ADMIN}, actor="test")
     base_models = {

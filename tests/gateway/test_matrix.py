@@ -7,7 +7,7 @@ with a request that names something.
 import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import httpx
 import pytest
@@ -16,6 +16,7 @@ from fastapi.routing import iter_route_contexts
 from typer.main import get_command
 from typer.testing import CliRunner
 
+from lorikeet.batch_store import BatchStore
 from lorikeet.catalog.records import Scope
 from lorikeet.cli import app as command
 from lorikeet.error_shapes import TINKER
@@ -128,15 +129,20 @@ TINKERS: Mapping[Route, int] = {
 }
 """Status for a tenant that infers, by Tinker's routes that name no model."""
 
-FILES: Mapping[Route, Callable[[str], dict[str, Any]]] = {
+FILES: Mapping[Route, Callable[["Uploaded"], dict[str, Any]]] = {
     ("POST", "/v1/files"): lambda _: UPLOAD,
     ("GET", "/v1/files"): lambda _: {},
     ("GET", "/v1/files/{file_id}"): lambda _: {},
     ("GET", "/v1/files/{file_id}/content"): lambda _: {},
     ("DELETE", "/v1/files/{file_id}"): lambda _: {},
+    ("POST", "/v1/batches"): lambda one: {"json": BATCH | {"input_file_id": one.file_id}},
+    ("GET", "/v1/batches"): lambda _: {},
+    ("GET", "/v1/batches/{batch_id}"): lambda _: {},
+    ("POST", "/v1/batches/{batch_id}/cancel"): lambda _: {},
 }
-"""Content of a request by tenants' route of files, from the id of a file."""
+"""Content of a request by tenants' route of files and batches."""
 
+BATCH = {"endpoint": "/v1/chat/completions", "completion_window": "24h"}
 UPLOAD = {"files": {"file": ("lines.jsonl", b"{}")}, "data": {"purpose": "batch"}}
 
 PUBLISHERS: set[Route] = {
@@ -411,30 +417,42 @@ def test_tinkers_endpoints_are_for_keys_that_infer(
         assert ask(method, path, key, body).status_code == TINKERS[method, path]
 
 
-@pytest.mark.parametrize(("method", "path"), sorted(FILES))
-def test_files_are_for_their_own_tenant(
-    unchanged: Gateway, keys: Keys, method: str, path: str
-) -> None:
-    uploaded = unchanged.request("POST", "/v1/files", keys.infer, **UPLOAD).json()["id"]
+class Uploaded(NamedTuple):
+    """Ids of a file and of a batch with this file."""
 
-    def ask(key: str | None, file_id: str = uploaded) -> httpx.Response:
-        at = path.format(file_id=file_id)
-        return unchanged.request(method, at, key, **FILES[method, path](file_id))
+    file_id: str
+    batch_id: str
+
+
+@pytest.mark.parametrize(("method", "path"), sorted(FILES))
+def test_files_and_batches_are_for_their_own_tenant(
+    unchanged: Gateway, keys: Keys, monkeypatch: pytest.MonkeyPatch, method: str, path: str
+) -> None:
+    monkeypatch.setattr(BatchStore, "open_batches", lambda *_: [])  # none runs or is too many
+    file_id = unchanged.request("POST", "/v1/files", keys.infer, **UPLOAD).json()["id"]
+    body = BATCH | {"input_file_id": file_id}
+    batch_id = unchanged.request("POST", "/v1/batches", keys.infer, json=body).json()["id"]
+    own = Uploaded(file_id, batch_id)
+    absent = Uploaded("file-" + "0" * 24, "batch_" + "0" * 24)
+
+    def ask(key: str | None, one: Uploaded = own) -> httpx.Response:
+        at = path.format(**one._asdict())
+        return unchanged.request(method, at, key, **FILES[method, path](one))
 
     for key in keys.invalid():
         assert error_of(ask(key), 401)["code"] == "invalid_api_key"
     for key in (unchanged.admin_key, keys.admins_reading, keys.publishing):
         assert error_of(ask(key), 403)["code"] == "forbidden"
-    if "{" in path:
-        absent = "file-" + "0" * 24
+    if "{" in path or (path == "/v1/batches" and method == "POST"):
         for key in (keys.others_infer, keys.others_reading):
-            seen = [appearance(ask(key, one), one) for one in (uploaded, absent)]
+            seen = [appearance(ask(key, one), one.file_id) for one in (own, absent)]
             assert seen[0] == seen[1]
             may_not = method != "GET" and key == keys.others_reading
             assert seen[0][0] == (403 if may_not else 404)
     elif method == "GET":
-        assert uploaded not in ask(keys.others_infer).text
-        assert uploaded in ask(keys.infer).text
+        name = batch_id if "batches" in path else file_id
+        assert name not in ask(keys.others_infer).text
+        assert name in ask(keys.infer).text
     assert ask(keys.reading).status_code == (200 if method == "GET" else 403)
     assert ask(keys.infer).is_success
 

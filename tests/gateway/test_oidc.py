@@ -280,6 +280,17 @@ def forged(secret: bytes, header: dict[str, Any]) -> str:
     return f"{signed}.{base64.urlsafe_b64encode(mac).rstrip(b'=').decode()}"
 
 
+def test_a_token_makes_no_batch_since_it_ends_too_soon(world: World) -> None:
+    answer = world.ask(world.issuer.token(), "POST", "/v1/batches")
+    assert "make it with a key" in error_of(answer, 403)["message"]
+
+
+def test_a_batch_outlives_a_token_and_needs_a_key(world: World) -> None:
+    token = world.issuer.token()
+    answer = world.gateway.request("POST", "/v1/batches", token, json={})
+    assert "make it with a key" in error_of(answer, 403)["message"]
+
+
 def test_a_token_without_a_tenant_of_the_catalog_is_forbidden(world: World) -> None:
     for tenant in (None, "nobody", 7, "", ["acme"], "../acme"):
         error = error_of(world.ask(world.issuer.token(tenant=tenant)), 403)

@@ -45,6 +45,9 @@ ANSWERS = {
     ("GET", "/v1/responses/{response_id}"): "Response",
     ("POST", "/v1/files"): "FileObject",
     ("GET", "/v1/files/{file_id}"): "FileObject",
+    ("POST", "/v1/batches"): "Batch",
+    ("GET", "/v1/batches/{batch_id}"): "Batch",
+    ("POST", "/v1/batches/{batch_id}/cancel"): "Batch",
     ("POST", "/v1/messages"): "Message",
     ("POST", "/v1/messages/count_tokens"): "MessageTokensCount",
 }
@@ -131,14 +134,25 @@ def known_ids(url: str, headers: Mapping[str, str], model: str) -> dict[str, str
     request_id = answer.headers["x-request-id"]
     upload = {"files": {"file": ("lines.jsonl", b"{}")}, "data": {"purpose": "batch"}}
     file_id = httpx.post(f"{url}/v1/files", headers=headers, timeout=120, **upload).json()["id"]
-    return {"request_id": request_id, "response_id": f"resp_{request_id}", "file_id": file_id}
+    body = {
+        "endpoint": "/v1/chat/completions",
+        "completion_window": "24h",
+        "input_file_id": file_id,
+    }
+    batch = httpx.post(f"{url}/v1/batches", headers=headers, timeout=120, json=body).json()
+    return {
+        "request_id": request_id,
+        "response_id": f"resp_{request_id}",
+        "file_id": file_id,
+        "batch_id": batch["id"],
+    }
 
 
 def likely_answered(known: Mapping[str, str], case: Any) -> st.SearchStrategy[Any]:
     """Draw requests for known ids with few of their fields, because most do not fit together."""
     for name in case.path_parameters or ():
         case.path_parameters[name] = known[name]
-    if not isinstance(case.body, dict) or "lora_name" in case.body:
+    if not isinstance(case.body, dict) or {"lora_name", "input_file_id"} & case.body.keys():
         return st.just(case)
     if case.path.startswith(TINKER):
         case.body |= likely_tinkers(known) if case.path == SAMPLE else {}

@@ -75,6 +75,9 @@ NAMING_NOTHING: set[Named] = {
         for method in ("GET", "DELETE")
         if (method, path) != ("DELETE", "/v1/files/{file_id}/content")
     ),
+    ("POST", "/v1/batches", "input_file_id"),
+    ("GET", "/v1/batches/{batch_id}", "batch_id"),
+    ("POST", "/v1/batches/{batch_id}/cancel", "batch_id"),
     *(  # the tenant's own, tested by test_matrix.py
         (method, "/v1/adapters/{name}/versions/{digest}", name)
         for method in ("GET", "PUT")

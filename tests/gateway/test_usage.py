@@ -23,6 +23,9 @@ NONE = {
     "load_bytes": 0,
     "pushes": 0,
     "pushed_bytes": 0,
+    "flex_prompt_tokens": 0,
+    "flex_cached_tokens": 0,
+    "flex_output_tokens": 0,
 }
 
 

@@ -133,10 +133,12 @@ def test_a_replica_writes_usage_regularly_and_at_close(settings):
     state = CatalogReader(open_store(settings.catalog)).refresh()
     ref = state.resolve(TASK.model, TASK.tenant)
     adapted = replace(CALL, adapter=ref, prompts=("once upon",), n=1)
+    behind = replace(adapted.scheduling, background=True)
+    flex = replace(adapted, request_id="f", scheduling=behind)
     support = UsageAccount(TASK.tenant, BASE, f"{ref.tenant}/{ref.name}")
     base = UsageAccount(TASK.tenant, BASE)
 
-    async def scenario() -> FinalUsage:
+    async def scenario() -> tuple[FinalUsage, FinalUsage]:
         replica = Replica("r0", BASE, settings)
         try:
             items = [item async for item in answer_of(replica, adapted)]
@@ -144,6 +146,9 @@ def test_a_replica_writes_usage_regularly_and_at_close(settings):
             async with asyncio.timeout(30):
                 while support not in used(settings) or not used(settings)[support].requests:
                     await asyncio.sleep(0.05)
+            assert not used(settings)[support].flex_output_tokens
+            items = [item async for item in answer_of(replica, flex)]
+            later = next(item for item in items if isinstance(item, FinalUsage))
             endless = replace(CALL, request_id="s", n=1, max_tokens=1000, stream=True)
             async with aclosing(answer_of(replica, endless)) as left:
                 async for item in left:
@@ -153,14 +158,22 @@ def test_a_replica_writes_usage_regularly_and_at_close(settings):
             assert isinstance([item async for item in answer_of(replica, too_long)][-1], Refusal)
         finally:
             replica.close()
-        return usage
+        return usage, later
 
-    usage = asyncio.run(scenario())
+    usage, later = asyncio.run(scenario())
     counted = used(settings)
-    said = (usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens)
+    said, flexed = (
+        (one.prompt_tokens, one.cached_tokens, one.completion_tokens) for one in (usage, later)
+    )
     adapter = counted[support]
-    assert (adapter.requests, adapter.prompt_tokens, adapter.cached_tokens) == (1, *said[:2])
-    assert adapter.output_tokens == said[2] == 8
+    both = tuple(map(sum, zip(said, flexed, strict=True)))
+    assert (adapter.requests, adapter.prompt_tokens, adapter.cached_tokens) == (2, *both[:2])
+    assert adapter.output_tokens == both[2] == 16
+    assert flexed == (
+        adapter.flex_prompt_tokens,
+        adapter.flex_cached_tokens,
+        adapter.flex_output_tokens,
+    )
     assert (adapter.loads, adapter.load_bytes > 0, 0 < adapter.slot_s < 30) == (1, True, True)
     assert counted.keys() == {support, base}
     assert counted[base].requests == 1

@@ -108,6 +108,13 @@ class LinearLora:
         """
         return f"{self.name}.lora_{side}"
 
+    def matrices(self, side: int) -> int:
+        """Return the number of matrices in the blob, and in the image: one for each expert, or 1.
+
+        side: 0 for A, 1 for B.
+        """
+        return math.prod((self.a, self.b)[side].shape[:-2])
+
 
 @dataclass(frozen=True, slots=True)
 class AdapterSpec:
@@ -146,6 +153,19 @@ class AdapterSpec:
         )
 
     @property
+    def shared_outer(self) -> frozenset[tuple[int, int, int]]:
+        """Keys (layer, linear, side) of matrices that all experts of a linear share.
+
+        side is 0 for A, and 1 for B.
+        """
+        return frozenset(
+            (part.layer, part.linear, side)
+            for part in self.linears
+            for side in (0, 1)
+            if part.matrices(side) < part.experts
+        )
+
+    @property
     def touches(self) -> TouchedModules:
         """Modules of the base model that the adapter changes."""
         names = {part.linear: _without_layer(part.name) for part in self.linears}
@@ -163,13 +183,14 @@ class AdapterSpec:
     def packed_elements(self, dims: Callable[[int], tuple[int, int]]) -> int:
         """Return the number of elements of the adapter's packed image.
 
-        Matrices have their true ranks, begin at aligned offsets, and are counted for all experts.
-        A linear with vectors has two in the image, a gain and a bias.
+        Matrices have their true ranks, begin at aligned offsets, and are counted for each expert,
+        or once if experts share them. A linear with vectors has two in the image, a gain and a
+        bias.
 
         dims: returns (d_in, d_out) of the module with this index: of the whole module, as
             BaseShape.dims does, or of its part on one GPU.
         """
-        matrices = [p.experts * p.rank * dims(p.linear)[side] for p, side in self._matrices()]
+        matrices = [p.matrices(s) * p.rank * dims(p.linear)[s] for p, s in self._matrices()]
         rows = [n for p in self.token_rows for n in (math.prod(p.rows.shape), 3 * len(p.ids))]
         vectors = [2 * dims(part.linear)[1] for part in self.vectors]
         labels = 0 if self.head is None else len(self.head.head.labels)
@@ -496,12 +517,20 @@ def _with_alternation(linears: Sequence[LinearLora], shape: BaseShape) -> list[L
 
     linears: adapted linears, sorted by layer, then by index in the shape's modules. A gate_proj and
         up_proj with one A were cut out of a gate_up_proj.
+
+    Raises AdapterRejected if only one of both B is shared by all experts: no halves of one B.
     """
     found, experts = list(linears), FAMILIES[shape.family].experts
     if experts is None or not experts.clamped:
         return found
     for at, (gate, up) in enumerate(pairwise(linears)):
         if gate.a == up.a:
+            if gate.b.shape != up.b.shape:
+                raise AdapterRejected(
+                    f"{up.matrix('B')} is {list(up.b.shape)} and {gate.matrix('B')} "
+                    f"{list(gate.b.shape)}: want the halves of one gate_up_proj",
+                    field=up.matrix("B"),
+                )
             found[at : at + 2] = replace(gate, half=0), replace(up, half=1)
     return found
 

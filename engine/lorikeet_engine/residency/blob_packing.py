@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import torch
 
-from lorikeet_engine.adapter_format import AdapterSpec, LinearLora, TensorSpan
+from lorikeet_engine.adapter_format import ALIGNMENT, AdapterSpec, LinearLora, TensorSpan
 from lorikeet_engine.adapter_format.families import SCORE
 from lorikeet_engine.adapter_format.header import DTYPE_BYTES
 from lorikeet_engine.adapter_format.token_rows import digits
@@ -246,14 +246,13 @@ class _Writer:
         }
         for part in layer.parts:
             if self._is_kept_as_it_is(part):
-                at = self._table[part.layer][part.linear][0] * self._dtype.itemsize
+                at = _begin(self._table[part.layer][part.linear][0]) * self._dtype.itemsize
                 targets[part.a] = image[at : at + part.a.size_bytes]
         return targets
 
     def _is_kept_as_it_is(self, part: LinearLora) -> bool:
         fits = _DTYPES[part.a.dtype] == self._dtype and not part.gathers
-        shared = part.a.shape[:-2] not in ((), (part.experts,))
-        return fits and len(self._spans) == 1 and not shared
+        return fits and len(self._spans) == 1
 
     def _matrix(self, run: Sequence[_StagedLayer], matrix: TensorSpan) -> torch.Tensor:
         """Return one matrix of every layer of a run, as a view of the staging buffer: [layers,
@@ -279,8 +278,6 @@ class _Writer:
         self, run: Sequence[_StagedLayer], part: LinearLora, number: int, b: torch.Tensor
     ) -> None:
         """Write one linear's A and B to a span of the image, for all layers of a run.
-
-        A matrix that all experts share is written once for each expert.
 
         part: the linear of the run's first layer.
         number: index of the span, which is the tensor parallel rank.
@@ -328,7 +325,8 @@ class _Writer:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the places of one linear's A and transposed B in a span of the image, as views.
 
-        Both views cover all layers of the run: [layers, experts, rows, columns].
+        Both views cover all layers of the run: [layers, experts, rows, columns], with one expert
+        for a matrix that all share.
 
         part: the linear of the run's first layer.
         number: index of the span, which is the tensor parallel rank.
@@ -337,9 +335,9 @@ class _Writer:
         a_at, b_at, rank = self._table[run[0].parts[0].layer][part.linear]
         of_a = (len(kept.inputs), rank) if part.gathers else (rank, len(kept.inputs))
         stride = run[1].begin - run[0].begin if len(run) > 1 else 0
-        each = len(run), part.experts
-        a = _strided(span, a_at, (*each, *of_a), stride)
-        return a, _strided(span, b_at, (*each, rank, kept.d_out), stride)
+        a = _strided(span, _begin(a_at), (len(run), part.matrices(0), *of_a), stride)
+        of_b = len(run), part.matrices(1), rank, kept.d_out
+        return a, _strided(span, _begin(b_at), of_b, stride)
 
     def _check(self, run: Sequence[_StagedLayer], number: int) -> None:
         """Raise AdapterRejected if a matrix in a span of the image has a value that is not finite.
@@ -356,6 +354,11 @@ class _Writer:
                 for side, matrix in zip("AB", self._of_span([layer], part, number), strict=True):
                     if not _finite(matrix):
                         raise _overflow(part, side, self._dtype)
+
+
+def _begin(offset: int) -> int:
+    """Return where a matrix begins, given its offset in PackedLayout.rows."""
+    return offset // ALIGNMENT * ALIGNMENT
 
 
 def _strided(

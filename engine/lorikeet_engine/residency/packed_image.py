@@ -4,9 +4,10 @@ An image holds one layer after another, and then the outer layer (lm_head and em
 layer holds its fused groups of linears in order. Each group holds the A matrices of its linears,
 then the B matrices, transposed, then the vectors of its linears: a gain and a bias each
 (LoraWeights.vectors). Every matrix begins at a multiple of ALIGNMENT elements and has its
-true rank, without padding. The matrices of one linear's experts follow each other without a gap. A
-of the embeddings is transposed, too, since a token reads one column. Last come the rows of trained
-tokens, stored as A, with their ids as B, and a classification head, with its biases as B.
+true rank, without padding. The matrices of one linear's experts follow each other without a gap; a
+matrix that all experts share ("shared outer") is there once. A of the embeddings is transposed,
+too, since a token reads one column. Last come the rows of trained tokens, stored as A, with their
+ids as B, and a classification head, with its biases as B.
 
 Where tensor parallel ranks share the layers, an image has one span per rank, one after another. A
 rank's span has that rank's part of every matrix. All spans are laid out like rank 0's, whose parts
@@ -38,7 +39,8 @@ class PackedLayout:
 
     rows: [layers + 1, modules, 3] int64, on the CPU, with the rows and columns of BaseShape's
         tables: element offsets of A and B in the span, and the LoRA rank; all 0 for a linear that
-        the adapter does not change.
+        the adapter does not change. The offset of a matrix that all experts share is one higher
+        (LoraWeights.table).
     elements: size of a span, which is the image's size on one GPU.
     ranges: for each rank's span and each of the shape's modules, the part of the matrices in the
         span.
@@ -50,6 +52,8 @@ class PackedLayout:
     changes_experts: whether there are matrices of experts.
     has_token_rows: whether rows of trained tokens are replaced, in lm_head or the embeddings.
     shared_a: (layer, linear) of linears that have the same A as the preceding linear.
+    shared_outer: (layer, linear, side) of matrices that all experts share; side is 0 for A, and 1
+        for B.
     vectors: [layers + 1, modules] int64, on the CPU: element offset in the span of each linear's
         vectors; −1 for a linear without vectors. None: no linear has vectors.
     """
@@ -64,6 +68,7 @@ class PackedLayout:
     changes_experts: bool
     has_token_rows: bool
     shared_a: frozenset[tuple[int, int]] = frozenset()
+    shared_outer: frozenset[tuple[int, int, int]] = frozenset()
     vectors: torch.Tensor | None = None
 
     @property
@@ -97,7 +102,7 @@ class PackedLayout:
         if spec.head is not None:
             ranks[shape.outer_layer, spec.head.linear] = len(spec.head.head.labels)
         vectors = frozenset((part.layer, part.linear) for part in spec.vectors)
-        return cls.of_ranks(ranks, shape, world, spec.shared_a, vectors)
+        return cls.of_ranks(ranks, shape, world, spec.shared_a, spec.shared_outer, vectors)
 
     @classmethod
     def of_ranks(
@@ -106,6 +111,7 @@ class PackedLayout:
         shape: BaseShape,
         world: int = 1,
         shared_a: frozenset[tuple[int, int]] = frozenset(),
+        shared_outer: frozenset[tuple[int, int, int]] = frozenset(),
         vectors: frozenset[tuple[int, int]] = frozenset(),
     ) -> "PackedLayout":
         """Return the layout of an adapter that has these LoRA ranks.
@@ -117,6 +123,7 @@ class PackedLayout:
             labels; 0 is allowed.
         world: number of tensor parallel ranks that share the model.
         shared_a: (layer, linear) of linears that have the same A as the preceding linear.
+        shared_outer: (layer, linear, side) of matrices that all experts share.
         vectors: (layer, linear) of linears that have vectors.
 
         Raises SettingsError if the base model cannot be divided among the tensor parallel ranks.
@@ -127,7 +134,8 @@ class PackedLayout:
         if shared:
             ranks.pop((outer, of_head), None)
         ranges = tuple(Shard(index, world).ranges(shape) for index in range(world))
-        table, places, layers, end = _places(ranks, shape, ranges[0], shared_a, vectors)
+        shared_sets = shared_a, shared_outer
+        table, places, layers, end = _places(ranks, shape, ranges[0], *shared_sets, vectors)
         if shared:
             table[outer, of_head] = table[outer, of_embeddings]
         return cls(
@@ -141,6 +149,7 @@ class PackedLayout:
             changes_experts=_changes_experts(table, shape),
             has_token_rows=bool(table[outer, [of_head, of_embeddings], 2].any()),
             shared_a=shared_a,
+            shared_outer=shared_outer,
             vectors=places if vectors else None,
         )
 
@@ -172,6 +181,7 @@ def _places(
     shape: BaseShape,
     ranges: Sequence[ShardRange],
     shared_a: frozenset[tuple[int, int]],
+    shared_outer: frozenset[tuple[int, int, int]],
     vectors: frozenset[tuple[int, int]],
 ) -> tuple[torch.Tensor, torch.Tensor, tuple[int, ...], int]:
     """Compute where the matrices and vectors of an image lie: `rows`, `vectors`, `layers` and
@@ -179,7 +189,7 @@ def _places(
 
     ranks: for each (layer, module), the LoRA rank, or the number of trained token rows.
     ranges: for each module, the part of its matrices in one span.
-    shared_a: (layer, linear) of linears that have the same A as the preceding linear.
+    shared_a, shared_outer: as in PackedLayout.
     vectors: (layer, linear) of linears that have vectors.
     """
     modules = range(len(shape.modules))
@@ -198,8 +208,10 @@ def _places(
                     if side == 0 and (number, n) in shared_a:
                         layer[n][0] = layer[n - 1][0]
                         continue
-                    layer[n][side] = end
-                    end += aligned(shape.matrices(n) * ranges[n].elements(rank)[side])
+                    once = (number, n, side) in shared_outer
+                    layer[n][side] = end + once
+                    count = 1 if once else shape.matrices(n)
+                    end += aligned(count * ranges[n].elements(rank)[side])
             for n in group:
                 if (number, n) in vectors:
                     places[number, n] = end

@@ -8,7 +8,8 @@ another sequence computes the     none: later sequences overtake until the pages
 same prefix
 other adapters use up the step's  none, until MAX_OVERTAKES sequences with adapters have overtaken.
 number of adapters, Σ of ranks,   Then, once the sequence is its tenant's next, capacity is reserved
-or GPU memory                     for it: no other sequence with an adapter begins before it.
+or GPU memory                     for it: no other sequence with an adapter begins before it. For
+                                  sequences in the background nothing is reserved.
 no slot, or too few KV pages      all: the next slot and pages that come free are for this
                                   sequence. preemption.py may free some.
 """
@@ -159,7 +160,8 @@ class Admission:
             return
         sequence.overtakes.update(admitted)
         # Without any lease no memory will be given back, so reserving capacity would not help.
-        if sequence.overtakes.count >= MAX_OVERTAKES and self._leases:
+        may_reserve = self._leases and not sequence.background
+        if sequence.overtakes.count >= MAX_OVERTAKES and may_reserve:
             self.reserved_for = sequence
 
     def _include(self, sequence: Sequence) -> None:

@@ -21,6 +21,10 @@ Absence earns no credit: when a tenant begins to wait, its counter is raised to 
 of the waiting tenants or, if no tenant waits, to the counter of the tenant that waited last. Prompt
 tokens found in the cache cost nothing (Cao et al., "Locality-aware Fair Scheduling in LLM Serving",
 arXiv 2501.14312): tenants share no cached prefixes, so a tenant has paid for every prefix it finds.
+
+Requests in the background (SchedulingParams.background) have counters of their own, which come
+after all others whatever their values. So a tenant's background requests neither cost it foreground
+service nor precede anybody's foreground request.
 """
 
 from dataclasses import dataclass
@@ -35,7 +39,7 @@ _MIN_KEPT = 256
 
 @dataclass(slots=True, eq=False)
 class VirtualCounter:
-    """Virtual token counter of one tenant.
+    """Virtual token counter of one tenant's foreground or background requests.
 
     value: cost of the work done for the tenant, divided by its weight. The waiting tenant with the
         smallest value is served next.
@@ -46,11 +50,17 @@ class VirtualCounter:
     """
 
     tenant: str
+    background: bool = False
     weight: float = 1.0
     value: float = 0.0
     open: int = 0
     backlog: float = 0.0
     overtaking: float = 0.0
+
+    @property
+    def place(self) -> tuple[bool, float]:
+        """Place in the order of waiting tenants: the smallest is served next."""
+        return self.background, self.value
 
     def charge(self, cost: float) -> None:
         """Add the cost of work done for the tenant."""
@@ -118,25 +128,30 @@ class VirtualCounters:
     """
 
     def __init__(self) -> None:
-        self._counters: dict[str, VirtualCounter] = {}
-        self._waiting: dict[str, VirtualCounter] = {}
-        self._last_waiting: VirtualCounter | None = None  # tenant that stopped waiting last
+        self._counters: dict[tuple[str, bool], VirtualCounter] = {}
+        self._waiting: dict[VirtualCounter, None] = {}
+        # by background: the tenant that stopped waiting last
+        self._last_waiting: dict[bool, VirtualCounter] = {}
         self._forget_above = _MIN_KEPT
 
     def __len__(self) -> int:
         return len(self._counters)
 
-    def open_sequence(self, tenant: str, weight: float) -> VirtualCounter:
+    def open_sequence(
+        self, tenant: str, weight: float, *, background: bool = False
+    ) -> VirtualCounter:
         """Count one more unfinished sequence of the tenant, and return the tenant's counter.
 
         weight: the tenant's weight from now on; a tenant with twice the weight gets twice the
             service.
+        background: whether the sequence is in the background.
         """
-        counter = self._counters.get(tenant)
+        counter = self._counters.get((tenant, background))
         if counter is None:
             if len(self._counters) >= self._forget_above:
                 self._forget()
-            counter = self._counters[tenant] = VirtualCounter(tenant)
+            counter = VirtualCounter(tenant, background)
+            self._counters[tenant, background] = counter
         counter.weight = weight
         counter.open += 1
         return counter
@@ -146,39 +161,46 @@ class VirtualCounters:
 
         If the tenant was not waiting, raise its counter to `level` at least.
         """
-        if counter.tenant not in self._waiting:
-            counter.value = max(counter.value, self.level)
-            self._waiting[counter.tenant] = counter
+        if counter not in self._waiting:
+            counter.value = max(counter.value, self.level(background=counter.background))
+            self._waiting[counter] = None
 
     def stop_waiting(self, counter: VirtualCounter) -> None:
         """Remove the tenant from the waiting tenants."""
-        if self._waiting.pop(counter.tenant, None):
-            self._last_waiting = counter
+        if counter in self._waiting:
+            del self._waiting[counter]
+            self._last_waiting[counter.background] = counter
 
-    @property
-    def level(self) -> float:
-        """Smallest counter of the waiting tenants. The level never falls.
+    def level(self, *, background: bool = False) -> float:
+        """Return the smallest counter of the tenants that wait in the foreground, or in the
+        background. The level never falls.
 
         The counter of a tenant that begins to wait is raised to this level. Without waiting
         tenants, the level is the counter of the tenant that stopped waiting last.
         """
-        values = [counter.value for counter in list(self._waiting.values())]
-        return min(values, default=self._last_waiting.value if self._last_waiting else 0.0)
+        values = [c.value for c in list(self._waiting) if c.background is background]
+        last = self._last_waiting.get(background)
+        return min(values, default=last.value if last else 0.0)
+
+    def next_place(self) -> tuple[bool, float]:
+        """Return the place of the tenant that is served next, as far as it is known."""
+        background = bool(self._waiting) and all(c.background for c in self._waiting)
+        return background, self.level(background=background)
 
     def cost_ahead_of(self, tenant: str, weight: float) -> float:
-        """Return the cost of the work that would precede a new request of this tenant.
+        """Return the cost of the work that would precede a new foreground request of this tenant.
 
         The cost is the sum of the tenant's own backlog and, for each other tenant, the part of the
         backlog that is served before the request. Any thread may call this.
 
         weight: the tenant's weight.
         """
-        own = self._counters.get(tenant) or VirtualCounter(tenant)
-        served_at = max(own.value, self.level) + own.backlog / weight
+        own = self._counters.get((tenant, False)) or VirtualCounter(tenant)
+        served_at = max(own.value, self.level()) + own.backlog / weight
         return own.backlog + sum(
             min(other.backlog, max(0.0, served_at - other.value) * other.weight)
-            for other in list(self._waiting.values())
-            if other is not own
+            for other in list(self._waiting)
+            if other is not own and not other.background
         )
 
     def _forget(self) -> None:
@@ -186,7 +208,7 @@ class VirtualCounters:
 
         Their value would be raised to the level anyway.
         """
-        level = self.level
-        kept = [c for c in self._counters.values() if c.open or c.value > level]
-        self._counters = {counter.tenant: counter for counter in kept}
+        levels = {background: self.level(background=background) for background in (False, True)}
+        kept = [c for c in self._counters.values() if c.open or c.value > levels[c.background]]
+        self._counters = {(counter.tenant, counter.background): counter for counter in kept}
         self._forget_above = max(_MIN_KEPT, 2 * len(kept))

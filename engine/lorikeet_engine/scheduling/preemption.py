@@ -10,6 +10,8 @@ tenant
 
 The second condition prevents thrashing: a tenant whose sequences were preempted cannot preempt to
 get back what it gave up.
+
+Sequences in the background give way to all others without the second condition.
 """
 
 from collections import Counter
@@ -22,7 +24,7 @@ from lorikeet_engine.scheduling.sequence import Sequence, SequenceStatus
 _TIMES_AS_MUCH = 2.0
 
 
-def may_begin(active: list[Sequence], max_running: int, level: float) -> bool:
+def may_begin(active: list[Sequence], max_running: int, place: tuple[bool, float]) -> bool:
     """Whether any waiting sequence has a chance to begin in the next step.
 
     True if a slot is free, or if a running sequence's tenant is ahead of the waiting tenant that is
@@ -30,10 +32,10 @@ def may_begin(active: list[Sequence], max_running: int, level: float) -> bool:
 
     active: running sequences that still compute tokens.
     max_running: number of slots for running sequences.
-    level: smallest virtual counter of the waiting tenants.
+    place: place of the waiting tenant that is served next.
     """
     return len(active) < max_running or any(
-        sequence.cost.counter.value > level for sequence in active
+        sequence.cost.counter.place > place for sequence in active
     )
 
 
@@ -61,13 +63,12 @@ def sequences_to_preempt(
     return _giving_way(waiting, active, 1, 1, lambda _: 1) or []
 
 
-def furthest_ahead_last(sequence: Sequence) -> tuple[float, int]:
+def furthest_ahead_last(sequence: Sequence) -> tuple[tuple[bool, float], int]:
     """Return a running sequence's sort key.
 
-    Sequences of the tenant with the largest virtual counter come last, and among these the youngest
-    comes last.
+    Sequences of the tenant with the last place come last, and among these the youngest comes last.
     """
-    return sequence.cost.counter.value, sequence.arrival
+    return sequence.cost.counter.place, sequence.arrival
 
 
 def _giving_way(
@@ -93,9 +94,10 @@ def _giving_way(
     giving = []
     for sequence in sorted(active, key=furthest_ahead_last, reverse=True):
         counter = sequence.cost.counter
-        if lacking <= 0 or counter.value <= own.value:
+        if lacking <= 0 or counter.place <= own.place:
             break
-        if held[counter] / counter.weight > _TIMES_AS_MUCH * share:
+        is_behind = counter.background is not own.background
+        if is_behind or held[counter] / counter.weight > _TIMES_AS_MUCH * share:
             giving.append(sequence)
             held[counter] -= holds(sequence)
             lacking -= holds(sequence)

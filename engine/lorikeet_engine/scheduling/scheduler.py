@@ -160,12 +160,17 @@ class Scheduler:
         self._reserved_for: Sequence | None = None  # must begin before others with adapters
         # Next in fair order, if the last plan had no slot or too few KV pages for it.
         self._short_of_memory: Sequence | None = None
+        self._in_background = 0  # sequences that have not finished
+        self._background_tokens = 0  # that the planned step may still compute
 
     def add(self, sequence: Sequence) -> None:
         """Add a new sequence to its tenant's queue, and request the sequence's adapter."""
         params = sequence.request.scheduling
         answer = min(sequence.max_tokens, self._throughput.answer_tokens)
-        counter = self._tenants.open_sequence(params.tenant, params.weight)
+        counter = self._tenants.open_sequence(
+            params.tenant, params.weight, background=params.background
+        )
+        self._in_background += params.background
         prompt = prompt_cost(self._costs, 0, sequence.prompt_length)
         sequence.cost = SequenceCost(counter, prompt + OUTPUT_TOKEN * answer)
         self._queue(sequence)
@@ -202,6 +207,8 @@ class Scheduler:
         """Choose the next step's chunks and allocate their KV pages, in three phases.
 
         Preempt: free slots and KV pages for the next waiting sequence, as preemption.py allows.
+        Beside sequences in the foreground, those in the background decode and prefill as far as
+        StepBudget.background_tokens allows; the others keep their slots and pages meanwhile.
         Decode: give each decoding sequence a chunk; preempt sequences where KV pages are too few.
         Prefill: give chunks of prompts to running sequences, and to waiting ones that may begin.
 
@@ -209,6 +216,7 @@ class Scheduler:
         """
         active = [sequence for sequence in self.running if not sequence.complete]
         self._preempt_for_waiting(active)
+        self._background_tokens = self._background_budget(active, step_budget)
         decodes = self._schedule_decodes(active)
         budget = self._prompt_budget(decodes, step_budget)
         prefilling = sorted((s for s in active if not s.decodes), key=furthest_ahead_last)
@@ -286,13 +294,37 @@ class Scheduler:
         active: running sequences that still compute tokens; the preempted ones are removed.
         """
         waiting, max_running = self._short_of_memory, self._limits.sequences
+        if waiting is not None and not waiting.background:
+            self._give_slots_to_foreground(active)
         for sequence in sequences_to_preempt(waiting, active, max_running, self._cache):
             active.remove(sequence)
             self._preempt(sequence)
         self._short_of_memory = None
 
+    def _give_slots_to_foreground(self, active: list[Sequence]) -> None:
+        """Preempt sequences in the background until all waiting foreground sequences have slots.
+
+        active: running sequences that still compute tokens; the preempted ones are removed.
+        """
+        if not self._in_background:
+            return
+        wanted = sum(not sequence.background for sequence in self.waiting)
+        lacking = wanted + len(active) - self._limits.sequences
+        giving = [sequence for sequence in active if sequence.background]
+        for sequence in sorted(giving, key=furthest_ahead_last)[::-1][: max(0, lacking)]:
+            active.remove(sequence)
+            self._preempt(sequence)
+
+    def _background_budget(self, active: list[Sequence], step_budget: StepBudget) -> int:
+        """Return the number of tokens in the background that the step may compute."""
+        foreground = [sequence for sequence in active if not sequence.background]
+        if not foreground or not self._in_background:
+            return self._limits.tokens
+        rows = sum(sequence.decode_tokens for sequence in foreground if sequence.decodes)
+        return step_budget.background_tokens(rows)
+
     def _schedule_decodes(self, active: list[Sequence]) -> list[Chunk]:
-        """Return a chunk of each decoding sequence.
+        """Return a chunk of each decoding sequence, in the background of as many as may decode.
 
         Preempt sequences if there are too few KV pages for all.
 
@@ -304,14 +336,20 @@ class Scheduler:
             active.sort(key=furthest_ahead_last)
         while index < len(active):
             sequence = active[index]
-            if not sequence.decodes:
+            pauses = sequence.background and sequence.decode_tokens > self._background_tokens
+            if pauses or not sequence.decodes:
                 index += 1
             elif self._cache.grow(sequence.kv, sequence.length):
                 chunks.append(Chunk.of(sequence, sequence.decode_tokens))
+                self._count_background(chunks[-1])
                 index += 1
             else:  # preempts the youngest of the tenant furthest ahead, perhaps this very sequence
                 self._preempt(active.pop())
         return chunks
+
+    def _count_background(self, chunk: Chunk) -> None:
+        if chunk.sequence.background:
+            self._background_tokens -= chunk.length
 
     def _prompt_budget(self, decodes: list[Chunk], step_budget: StepBudget) -> PromptBudget:
         tokens = self._limits.tokens - sum(chunk.length for chunk in decodes)
@@ -339,7 +377,7 @@ class Scheduler:
         """
         chunks, failed, saturated = list[Chunk](), dict[str, AdapterError](), bool(self.waiting)
         max_running = self._limits.sequences
-        if self.waiting and budget and may_begin(active, max_running, self._tenants.level):
+        if self.waiting and budget and may_begin(active, max_running, self._tenants.next_place()):
             context = sum(self._costs.decode_sees(sequence.length) for sequence in active)
             max_ranks = step_budget.max_ranks(context)
             admission = Admission(
@@ -375,6 +413,8 @@ class Scheduler:
         order = self.waiting.in_fair_order(prefilling, admission.is_blocked, self._reserved_for)
         for turn in order:
             sequence = turn.sequence
+            if sequence.background and not self._background_tokens:
+                break
             if sequence.status is not SequenceStatus.RUNNING:
                 if sequence.pending_rows:
                     break  # just preempted: its last token comes with the step in flight
@@ -433,9 +473,12 @@ class Scheduler:
         """
         sequence = turn.sequence
         end = self._chunk_end(sequence, self._cache.reach(sequence.kv, sequence.length, spare))
+        if sequence.background:
+            end = min(end, sequence.kv.computed + self._background_tokens)
         if not budget.fits(sequence, end):
             return []
         chunk = budget.take(sequence, end)
+        self._count_background(chunk)
         grown = self._cache.grow(sequence.kv, chunk.end)
         assert grown, "a chunk without KV pages"
         turn.computed(prompt_cost(self._costs, chunk.start, chunk.end))
@@ -505,6 +548,7 @@ class Scheduler:
     def _end(self, sequence: Sequence) -> None:
         sequence.status = SequenceStatus.FINISHED
         sequence.cost.counter.open -= 1
+        self._in_background -= sequence.background
         self._free(sequence)
 
     def _free(self, sequence: Sequence) -> None:

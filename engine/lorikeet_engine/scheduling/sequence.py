@@ -277,6 +277,11 @@ class Sequence:
         return self.length - self.prompt_length == self.max_tokens
 
     @property
+    def background(self) -> bool:
+        """Whether all foreground sequences go before this one."""
+        return self.request.scheduling.background
+
+    @property
     def below_min_tokens(self) -> bool:
         """Whether the output is shorter than the request's min_tokens."""
         return self.output_length < self.request.sampling.min_tokens

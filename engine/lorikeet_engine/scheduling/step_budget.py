@@ -41,6 +41,8 @@ _MIN_PROMPT_TOKENS = 128
 _FIXED_PARTS = 7
 # No chunk has fewer tokens than this for want of time, unless the prompt ends.
 _SLIVER = 16
+# Sequences in the background may lengthen a step of others by this share.
+_BACKGROUND = 0.03
 # Most log probabilities of prompt tokens in a step. A replica takes 5 to 18 ms to write this many,
 # and other streams wait meanwhile.
 _SCORES = 2048
@@ -114,6 +116,16 @@ class StepBudget:
         padded_s = rows_s(self._padded(decodes + tokens)) - rows_s(decodes)
         seen_s = self._costs.prompts_seen_s(seen, beside_decodes=decodes > 0)
         return padded_s + self._costs.lora_token_s * tokens + seen_s
+
+    def background_tokens(self, rows: int) -> int:
+        """Return how many tokens of sequences in the background a step may compute beside others.
+
+        rows: number of tokens that the foreground's decodes compute; 0 in a step of prompts alone.
+        """
+        rows = max(1, rows)
+        most_s = (1 + _BACKGROUND) * self._costs.rows_s(rows)
+        more = range(1, self._costs.step_tokens + 1)
+        return bisect_right(more, most_s, key=lambda tokens: self._costs.rows_s(rows + tokens))
 
     def expected(self, chunks: list[Chunk]) -> ExpectedStep | None:
         """Return the expected time of a step, to pass to `record` once the step has run.

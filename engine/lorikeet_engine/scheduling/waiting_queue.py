@@ -1,8 +1,8 @@
 """Queue of waiting sequences, and the fair order in which they are considered for a step.
 
 WaitingQueue keeps one queue per tenant. FairOrder merges the tenants' queues: the next sequence is
-always one of the tenant with the smallest virtual counter (fairness.py). own_order.py decides which
-of the tenant's sequences it is.
+always one of the tenant with the smallest virtual counter (fairness.py), and in the background only
+behind all others. own_order.py decides which of the tenant's sequences it is.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -141,8 +141,8 @@ def _by_tenant(sequences: Iterable[Sequence]) -> dict[VirtualCounter, list[Seque
     return queues
 
 
-_Next = tuple[float, int, Turn, Iterator[Turn]]
+_Next = tuple[tuple[bool, float], int, Turn, Iterator[Turn]]
 
 
 def _next(turn: Turn, rest: Iterator[Turn]) -> _Next:
-    return turn.sequence.cost.counter.value, turn.sequence.arrival, turn, rest
+    return turn.sequence.cost.counter.place, turn.sequence.arrival, turn, rest

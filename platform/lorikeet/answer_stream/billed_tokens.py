@@ -1,6 +1,7 @@
 """Meter of one call's tokens for the tenant's bill."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from lorikeet.errors import Unavailable
 from lorikeet.protocol.messages import Call, FinalUsage, Refusal, StreamItem
@@ -19,7 +20,7 @@ class BilledTokens:
     """
 
     def __init__(self, call: Call, prompts: Sequence[Sequence[int]]) -> None:
-        self._n = call.n
+        self._n, self._flex = call.n, call.scheduling.background
         self._prompts = [len(prompt) for prompt in prompts]
         self._computed: set[int] = set()
         self._begun = self._refused = False
@@ -64,6 +65,17 @@ class BilledTokens:
         if self._refused:
             return None
         if (usage := self._usage) is not None:
-            return UsageCounts(1, usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens)
-        prompt_tokens = sum(self._prompts[prompt] for prompt in self._computed)
-        return UsageCounts(1, prompt_tokens, self._cached_tokens, self._output_tokens)
+            used = usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens
+        else:
+            prompt_tokens = sum(self._prompts[prompt] for prompt in self._computed)
+            used = prompt_tokens, self._cached_tokens, self._output_tokens
+        counts = UsageCounts(1, *used)
+        if not self._flex:
+            return counts
+        prompt, cached, output = used
+        return replace(
+            counts,
+            flex_prompt_tokens=prompt,
+            flex_cached_tokens=cached,
+            flex_output_tokens=output,
+        )

@@ -372,5 +372,5 @@ def _head(call: Call, kind: str) -> dict[str, Any]:
         "object": kind,
         "created": call.created,
         "model": call.model,
-        **({"service_tier": "default"} if chat else {}),
+        **({"service_tier": call.service_tier} if chat else {}),
     }

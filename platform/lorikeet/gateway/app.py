@@ -3,8 +3,8 @@
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 from fastapi import FastAPI
 from starlette.datastructures import MutableHeaders
@@ -17,8 +17,9 @@ from lorikeet.errors import Unavailable
 from lorikeet.gateway.admin.registration import Registration
 from lorikeet.gateway.admin.routes import admin_routes
 from lorikeet.gateway.apis.openapi import openapi_routes
-from lorikeet.gateway.audit import AuditMiddleware
+from lorikeet.gateway.audit import AuditMiddleware, AuditStream
 from lorikeet.gateway.auth import RequestAuthenticator
+from lorikeet.gateway.batches.runner import BatchRunner
 from lorikeet.gateway.catalog_view import GatewayCatalogView
 from lorikeet.gateway.error_responses import (
     add_error_handlers,
@@ -33,6 +34,7 @@ from lorikeet.gateway.limit_sync import LimitSync
 from lorikeet.gateway.pushing.push_pipeline import PushPipeline
 from lorikeet.gateway.pushing.routes import PushEndpoints, push_routes
 from lorikeet.gateway.reads import TenantReads
+from lorikeet.gateway.routes.batches import batch_routes
 from lorikeet.gateway.routes.files import StoredFiles, file_routes
 from lorikeet.gateway.routes.health import health_routes
 from lorikeet.gateway.routes.metrics import Scrape, add_gauges, metrics_routes
@@ -62,6 +64,7 @@ from lorikeet.usage.writer import UsageWriter
 REQUEST_ID_HEADER = "x-request-id"
 _WRITTEN_FLUSHES = 2  # flushes after which usage is in the store, if the store is reachable
 _LAST_FLUSH_S = 10.0
+_LINES = 16  # of batches at once, where the number of running requests is not known
 
 
 def create_app(services: Services) -> FastAPI:
@@ -87,12 +90,15 @@ def create_app(services: Services) -> FastAPI:
     reads = TenantReads(authenticator, read_limiter)
 
     futures = SampleFutures(services.peers, services.gateways)
-    app = _application(services, catalog_view, limit_sync, pipeline, futures)
     stored = StoredResponses(services.responses, services.metrics)
     registration = Registration(services, catalog_view)
     of_pushes = Registration(services, catalog_view)  # own threads: uploads may hang at the store
     checks = services, authenticator, rate_limiter, request_log
     bodies = LargeBodies()
+    lines = _bare_application()
+    lines.router.routes += generate_routes(*checks, stored, read_limiter, of_batches=True)
+    runner, files = _batch_runner(services, lines), StoredFiles(services.files)
+    app = _application(services, catalog_view, limit_sync, pipeline, runner, futures)
     app.router.routes += generate_routes(*checks, stored, read_limiter)
     pushes = PushEndpoints(*checks, catalog_view, of_pushes, pipeline, read_limiter)
     if services.load_from is not None:
@@ -110,7 +116,8 @@ def create_app(services: Services) -> FastAPI:
         usage_routes(reads, usage),
         model_routes(services, authenticator, reads),
         response_routes(authenticator, rate_limiter, request_log, stored, read_limiter),
-        file_routes(reads, StoredFiles(services.files)),
+        file_routes(reads, files),
+        batch_routes(authenticator, reads, files, services.batches, runner),
         push_routes(pushes),
         openapi_routes(
             reads, with_vllm=services.load_from is not None, with_tinker=services.tinker
@@ -131,22 +138,49 @@ def _application(
     catalog_view: GatewayCatalogView,
     limit_sync: LimitSync,
     pipeline: PushPipeline,
+    runner: BatchRunner | None,
     futures: SampleFutures,
 ) -> FastAPI:
     """Build the application with its lifespan and middleware, but without its routes."""
+    return _bare_application(
+        lambda _: _running(services, catalog_view, limit_sync, pipeline, runner, futures),
+        services.audit,
+    )
+
+
+def _bare_application(
+    lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]] | None = None,
+    audit: AuditStream | None = None,
+) -> FastAPI:
+    """Build an application with middleware alone.
+
+    lifespan: context in which the application runs.
+    audit: stream of admins' changes; None: they are not written.
+    """
     app = FastAPI(
         title="Lorikeet",
-        lifespan=lambda _: _running(services, catalog_view, limit_sync, pipeline, futures),
+        lifespan=lifespan,
         openapi_url=None,  # callers without a key learn nothing
         # FastAPI's telemetry would export exception messages, which may quote prompts.
         telemetry={"tracing": False, "metrics": False, "logs": False, "auto_configure": False},
         redirect_slashes=False,
     )
-    if services.audit is not None:
-        app.add_middleware(AuditMiddleware, stream=services.audit)
+    if audit is not None:
+        app.add_middleware(AuditMiddleware, stream=audit)
     app.add_middleware(RequestMiddleware)
     add_error_handlers(app)
     return app
+
+
+def _batch_runner(services: Services, lines: FastAPI) -> BatchRunner | None:
+    """Return the loop that runs batches; None if there are no batches.
+
+    lines: application that answers lines.
+    """
+    if services.files is None or services.batches is None:
+        return None
+    at_once = services.gateways * max(services.max_running.values(), default=_LINES)
+    return BatchRunner(services.batches, services.files, lines, at_once)
 
 
 def _rate_limiter(services: Services, shares: LimitShares) -> RateLimiter:
@@ -172,10 +206,13 @@ async def _running(
     catalog_view: GatewayCatalogView,
     limit_sync: LimitSync,
     pipeline: PushPipeline,
+    runner: BatchRunner | None,
     futures: SampleFutures,
 ) -> AsyncGenerator[None, None]:
     await catalog_view.start()
-    work = (catalog_view.follow(), catalog_view.keep(), limit_sync.run())
+    work = [catalog_view.follow(), catalog_view.keep(), limit_sync.run()]
+    if runner is not None:
+        work.append(runner.run())
     tasks = [asyncio.create_task(each) for each in work]
     usage = UsageWriter(services.catalog.store, services.usage, services.usage_flush_s)
     usage.start()
@@ -186,6 +223,7 @@ async def _running(
         await pipeline.close()
         for task in tasks:
             task.cancel()
+        await asyncio.wait(tasks)  # runs of batches commit their results
         await asyncio.to_thread(usage.close, _LAST_FLUSH_S)
         services.encoders.close()
         if services.traces is not None:

@@ -106,6 +106,24 @@ class RequestAuthenticator:
         """
         return await self._caller(request, Scope.INFER)
 
+    async def caller_of_batch(self, key_id: str) -> Caller:
+        """Return the tenant and key of a batch's line.
+
+        key_id: id of the key that made the batch.
+
+        Raises InvalidKey if the key has ended, UnknownKey for the key of a token, which the catalog
+        does not have, Unavailable if the catalog cannot be read.
+        """
+
+        def caller(state: CatalogState) -> Caller:
+            key = state.key(key_id)
+            assert key.tenant is not None
+            if key.revoked or key.expired(time.time()):
+                raise EndedKey("the key that made this batch has ended: make it with another")
+            return Caller(state.tenant(key.tenant), key)
+
+        return await self._catalog_view.ask(caller)
+
     async def publisher(self, request: Request) -> Caller:
         """Return the tenant and key of a request that pushes adapters or asks for a push's state.
 

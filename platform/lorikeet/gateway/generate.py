@@ -4,6 +4,7 @@ import re
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -64,6 +65,9 @@ SCHEMAS: Mapping[str, type[ApiRequest]] = {
 Call.
 """
 
+BATCH_ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+"""Paths that the lines of batches may ask."""
+
 SESSION_HEADER = "x-session-id"
 """Header that names a session. If an alias splits its requests between two versions, all requests
 of a session get the same version. Without the header the body's `user` names the session. A request
@@ -89,8 +93,12 @@ def generate_routes(
     request_log: RequestLog,
     stored: StoredResponses,
     reads: ReadLimiter,
+    *,
+    of_batches: bool = False,
 ) -> list[Route]:
     """Return a Starlette route for each path that generates, bypassing FastAPI.
+
+    of_batches: the routes are for lines of batches: see GenerateEndpoint.
 
     FastAPI would resolve dependencies, though there are none, which would take a quarter of the
     gateway's time on a request.
@@ -100,16 +108,30 @@ def generate_routes(
         Route(
             path,
             GenerateEndpoint(
-                schema, services, authenticator, rate_limiter, request_log, stored, reads, bodies
+                schema,
+                services,
+                authenticator,
+                rate_limiter,
+                request_log,
+                stored,
+                reads,
+                bodies,
+                of_batches=of_batches,
             ),
             methods=["POST"],
         )
         for path, schema in SCHEMAS.items()
+        if not of_batches or path in BATCH_ENDPOINTS
     ]
 
 
 class GenerateEndpoint:
-    """ASGI endpoint for requests of one schema that generate."""
+    """ASGI endpoint for requests of one schema that generate.
+
+    of_batches: the requests are lines of batches. They run in the background, with the rights of
+        the key in their state, in no queue with a deadline and beside the limits on requests, of
+        which only the month's budget counts.
+    """
 
     def __init__(
         self,
@@ -121,9 +143,11 @@ class GenerateEndpoint:
         stored: StoredResponses,
         reads: ReadLimiter,
         bodies: LargeBodies,
+        *,
+        of_batches: bool = False,
     ) -> None:
         self._schema, self._services, self._stored = schema, services, stored
-        self._reads, self._bodies = reads, bodies
+        self._reads, self._bodies, self._of_batches = reads, bodies, of_batches
         self._authenticator, self._rate_limiter, self._request_log = (
             authenticator,
             rate_limiter,
@@ -157,9 +181,12 @@ class GenerateEndpoint:
         limits and queue time when the response is sent. Nothing is sent to a replica before
         ReplicaResponse iterates over `stream_answer` (serving/engine_client.py).
         """
-        caller = await self._authenticator.caller(request)
+        if self._of_batches:
+            caller = await self._authenticator.caller_of_batch(request.state.batch_key)
+        else:
+            caller = await self._authenticator.caller(request)
         trace.set_caller(caller.tenant.name, caller.key.id)
-        hold = self._rate_limiter.check(caller.tenant, caller.key)
+        hold = self._rate_limiter.check(caller.tenant, caller.key, in_batch=self._of_batches)
         with ExitStack() as refused:
             refused.callback(hold.release)
             response = await self._respond(request, trace, caller, hold)
@@ -185,6 +212,10 @@ class GenerateEndpoint:
         hold.body_is_here()  # before a large body waits for its tenant's parse lock
         body = await self._bodies.parse_json(request, received, self._schema, caller.tenant.name)
         trace.set_model(body.model)
+        if self._of_batches:
+            scheduling = replace(scheduling, background=True, max_queue_s=None)
+        elif body.is_flex:
+            scheduling = replace(scheduling, background=True)
         request_id: str = request.state.request_id
         session = request.headers.get(SESSION_HEADER) or body.session() or request_id
         items = await self._stored.items(body, caller.tenant.name)
@@ -261,6 +292,7 @@ class RateLimitObserver(RequestObserver):
         self._hold = hold
         self._base_model, self._price = base_model, price
         self._reserved = _expected_tokens(encoded, max_context)
+        self._background = encoded.call.scheduling.background
         self._taken = self._prompt_tokens = encoded.work.prompt_tokens
         self._answered = self._settled = False
 
@@ -270,7 +302,7 @@ class RateLimitObserver(RequestObserver):
         Raises RateLimited or Overloaded, after releasing the call's place in the limits.
         """
         try:
-            self._hold.reserve(self._reserved, self._base_model)
+            self._hold.reserve(self._reserved, self._base_model, background=self._background)
         except BaseException:
             self._hold.release()
             raise

@@ -1,17 +1,15 @@
 """Parity proofs at the gateway: a replica scores a trainer's probes before a version is taken."""
 
-import asyncio
 from dataclasses import asdict, replace
 from typing import Annotated, Any
 
 from pydantic import Field
 
-from lorikeet.errors import InvalidAdapter, InvalidInput, Unavailable
-from lorikeet.gateway.error_responses import Refused
+from lorikeet.errors import InvalidAdapter, InvalidInput
+from lorikeet.gateway.replica_tests import result_of
 from lorikeet.gateway.services import Services
 from lorikeet.parity.figures import REFUSE_ABOVE, WARN_ABOVE, Bounds, GapCause, Parity, Verdict
 from lorikeet.parity.probes import Probes
-from lorikeet.protocol.messages import Refusal
 from lorikeet.protocol.parity import ParityTest
 from lorikeet.request_defaults import RequestDefaults
 from lorikeet_engine.adapter import AdapterRef
@@ -60,16 +58,8 @@ async def check_parity(
             param="probes",
         )
     test = ParityTest(request_id, adapter, probes, bounds)
-    try:
-        async with asyncio.timeout(services.first_item_timeout_s):
-            parity = await services.engines.parity(base_model, test)
-    except TimeoutError as error:
-        raise Unavailable(
-            f"no replica of {base_model} scored the probes of {adapter} within "
-            f"{services.first_item_timeout_s:g} s: see `lorikeet status`, then try again"
-        ) from error
-    if isinstance(parity, Refusal):
-        raise Refused(parity)
+    proof = services.engines.parity(base_model, test)
+    parity = await result_of(services, base_model, f"scored the probes of {adapter}", proof)
     if parity.verdict is Verdict.ACCEPTED:
         reason = await _other_prompt(services, base_model, adapter.tenant, probes, defaults)
         if reason is not None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from lorikeet.batch_store import BatchStore
 from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.kept_view import KeptView
 from lorikeet.catalog.resumable_uploads import PART_BYTES
@@ -206,6 +207,7 @@ class Services:
     push_folder: folder for pushed blobs, on the disk cache's file system.
     responses: store of responses; None: responses are not stored.
     files: store of files; None: files are not stored, and there are no batches.
+    batches: store of batches; None if and only if there is none of files.
     uses: adapters that this gateway's requests in flight use.
     audit: stream of admins' changes; None: no stream.
     oidc: verifier of tokens that are accepted beside keys; None: keys alone.
@@ -240,6 +242,7 @@ class Services:
     push_folder: Path = field(default_factory=lambda: Path(tempfile.gettempdir()))
     responses: ResponseStore | None = None
     files: FileStore | None = None
+    batches: BatchStore | None = None
     uses: AdapterUses = field(default_factory=AdapterUses)
     audit: AuditStream | None = None
     oidc: "OidcTokens | None" = None

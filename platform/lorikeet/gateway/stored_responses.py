@@ -115,7 +115,8 @@ class StoredResponses:
                 self._metrics.count_not_stored()
                 facts = {"request_id": call.request_id, "error": repr(error)}
                 log.warning("response_not_stored", extra=facts)
-                return last.replace(call.request_fields, request.repeated(stored=False))
+                fields = request.repeated(stored=False, flex=call.scheduling.background)
+                return last.replace(call.request_fields, fields)
             return last
 
         return before_end

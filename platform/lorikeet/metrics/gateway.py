@@ -53,6 +53,11 @@ class GatewayMetrics:
             "Answers that another replica went on with, by reason.",
             "reason",
         )
+        self._flex_tokens = self._counter(
+            "lorikeet_flex_tokens_total",
+            "Tokens of lines of batches and of requests of service tier flex.",
+            "kind",
+        )
         self._not_stored = Counter(
             "lorikeet_responses_not_stored_total",
             "Responses that could not be stored, because the store failed or they were too large.",
@@ -119,11 +124,14 @@ class GatewayMetrics:
             self._retries.labels(model).inc(request.retries)
         for reason in request.resumed:
             self._resumes.labels(model, reason).inc()
-        if request.replica is not None:
+        if request.replica is not None and not request.background:
             self._observe_times(request, model, residency_label(request.residency))
         tokens = None
         if usage is not None:
             tokens = usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens
+            if request.background:
+                self._flex_tokens.labels(model, "prompt").inc(usage.prompt_tokens)
+                self._flex_tokens.labels(model, "output").inc(usage.completion_tokens)
         if request.tenant:
             self._tenants.count(request.tenant, tokens, outcome)
         for adapter in request.adapter.members if request.adapter else ():

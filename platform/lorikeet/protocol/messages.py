@@ -235,6 +235,11 @@ class Call:
     raw_scores: bool = False
     base64: bool = False
 
+    @property
+    def service_tier(self) -> str:
+        """Tier at which the call is served, in OpenAI's terms."""
+        return "flex" if self.scheduling.background else "default"
+
 
 @dataclass(frozen=True)
 class EncodedCall:

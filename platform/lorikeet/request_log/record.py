@@ -87,6 +87,7 @@ class RequestRecord:
     resumed: reasons why other replicas went on with the answer, in order.
     usage: None unless the answer is complete.
     ended_stages: stages of a push, in order.
+    background: whether the request gets what others leave: a line of a batch, or service_tier flex.
     """
 
     request_id: str
@@ -119,6 +120,7 @@ class RequestRecord:
     usage: FinalUsage | None = None
     method: str = "POST"
     ended_stages: tuple[EndedStage, ...] = ()
+    background: bool = False
 
     @property
     def outcome(self) -> str:
@@ -239,6 +241,7 @@ class RequestTrace:
         record = self._record
         record.adapter, record.stream, record.base_model = call.adapter, call.stream, base_model
         record.base_quantization, record.trained_on = quantization, trained_on
+        record.background = call.scheduling.background
 
     def set_prompts(self, prompts: Sequence[TokenIds]) -> None:
         """Record whether the prompts invoke the adapter, if that is an activated LoRA."""

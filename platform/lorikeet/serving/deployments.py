@@ -16,6 +16,7 @@ from ray.serve.deployment import Application
 from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp
 
+from lorikeet.batch_store import BatchStore
 from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.kept_view import KeptView
 from lorikeet.catalog.store.object_store import ObjectStore, open_store
@@ -89,7 +90,10 @@ def engine(settings: Settings, base_model: str) -> Application:
     """
     deployment = serve.deployment(
         name=f"engine-{base_model}",
-        max_ongoing_requests=settings.max_ongoing_requests + 2 * settings.gateways + _CONTROL_CALLS,
+        max_ongoing_requests=settings.max_ongoing_requests
+        + _batch_lines(settings)
+        + 2 * settings.gateways
+        + _CONTROL_CALLS,
         ray_actor_options={"num_cpus": _ENGINE_CPUS, "num_gpus": _gpus(settings, base_model)},
         logging_config=_NO_ACCESS_LOG,
         request_router_config={
@@ -241,6 +245,7 @@ class Gateway:
                 audit=_audit(settings, name),
                 oidc=_oidc(settings),
                 files=_files(settings, store),
+                batches=_batches(settings, store),
                 load_from=settings.load_from,
                 tinker=settings.tinker,
             )
@@ -290,6 +295,17 @@ def _files(settings: Settings, store: ObjectStore) -> FileStore | None:
     if settings.files_bytes is None:
         return None
     return FileStore(store, settings.files_bytes, time.time)
+
+
+def _batches(settings: Settings, store: ObjectStore) -> BatchStore | None:
+    if settings.files_bytes is None:
+        return None
+    return BatchStore(store, settings.open_batches, time.time)
+
+
+def _batch_lines(settings: Settings) -> int:
+    """Return the maximum number of lines of batches that one replica gets at once."""
+    return 0 if settings.files_bytes is None else settings.max_running * settings.gateways
 
 
 def _traces(settings: Settings, gateway: str) -> "TraceExporter | None":

@@ -185,13 +185,19 @@ class RateLimiter:
         self._queue_times: dict[str, QueueTimeEstimator] = {}
 
     def check(
-        self, tenant: TenantRecord, key: KeyRecord, *, takes_tokens: bool = True
+        self,
+        tenant: TenantRecord,
+        key: KeyRecord,
+        *,
+        takes_tokens: bool = True,
+        in_batch: bool = False,
     ) -> "RateLimitHold":
         """Admit a request and return its hold. Raises Overloaded, InsufficientQuota, RateLimited.
 
         takes_tokens: False for a request that generates nothing, which no token limit refuses.
+        in_batch: True for a line of a batch, which only the month's budget refuses.
         """
-        hold = RateLimitHold(self, tenant, key)
+        hold = RateLimitHold(self, tenant, key, in_batch=in_batch)
         hold.check(takes_tokens=takes_tokens)
         return hold
 
@@ -271,15 +277,21 @@ class RateLimitHold:
     The request counts against the SubjectLimits of its tenant and of its key, if they have limits.
     The base model's QueueTimeEstimator refuses nobody while its engines have capacity. The
     MonthlyBudget is checked if the tenant has one.
+
+    in_batch: the request is a line of a batch: it counts against the budget alone.
     """
 
-    def __init__(self, limiter: RateLimiter, tenant: TenantRecord, key: KeyRecord) -> None:
+    def __init__(
+        self, limiter: RateLimiter, tenant: TenantRecord, key: KeyRecord, *, in_batch: bool = False
+    ) -> None:
         self._limiter = limiter
-        self._tenant = tenant
-        self._subjects = Subject(tenant.name), Subject(tenant.name, key.id)
-        self._limits = limiter.limits_of(tenant, key)
+        self._tenant, self._in_batch = tenant, in_batch
+        both = (Subject(tenant.name), Subject(tenant.name, key.id))
+        self._subjects = () if in_batch else both
+        self._limits = [] if in_batch else limiter.limits_of(tenant, key)
         self._tokens = self._cost = 0
         self._begun_s: float | None = None
+        self._queue_time: QueueTimeEstimator | None = None
         self._waits = True
         self._reading = False
 
@@ -288,13 +300,16 @@ class RateLimitHold:
 
         The request is counted before its body arrives.
         """
-        self._limiter.check_capacity()
         now = self._limiter.clock()
+        if not self._in_batch:
+            self._limiter.check_capacity()
         for limits in self._limits:
             limits.share(now).count_request(now)
         if takes_tokens:
             budget, wall_s = self._limiter.budget, self._limiter.wall()
             budget.check(self._tenant.name, self._tenant.limits, wall_s)
+        if self._in_batch:
+            return
         self._refuse_over_limits(1, int(takes_tokens))
         self._limiter.check_reading(self._tenant.name)
         for limits in self._limits:
@@ -326,17 +341,20 @@ class RateLimitHold:
         for limits in self._limits:
             limits.count_bytes(size, now)
 
-    def reserve(self, tokens: int, base_model: str) -> None:
+    def reserve(self, tokens: int, base_model: str, *, background: bool = False) -> None:
         """Reserve tokens, and begin to wait for the first token.
+
+        background: whether the request waits for all others, so that its wait says nothing of
+            theirs.
 
         Raises RateLimited beyond a token limit, Overloaded if the estimated queue time is too long.
         """
         self._refuse_over_limits(0, tokens)
-        now = self._limiter.clock()
-        self._queue_time = self._limiter.queue_time(base_model)
-        self._queue_time.check(self._tenant.name, self._tenant.weight, now)
-        self._queue_time.enter(self._tenant.name, self._tenant.weight, now)
-        self._begun_s = now
+        now = self._begun_s = self._limiter.clock()
+        if not background:
+            self._queue_time = self._limiter.queue_time(base_model)
+            self._queue_time.check(self._tenant.name, self._tenant.weight, now)
+            self._queue_time.enter(self._tenant.name, self._tenant.weight, now)
         for limits in self._limits:
             limits.count(0, tokens, now)
         self._tokens = tokens
@@ -345,7 +363,8 @@ class RateLimitHold:
         """End the wait for the first token. Idempotent."""
         if self._waits:
             self._waits = False
-            self._queue_time.begin(self._tenant.name, self._limiter.clock())
+            if self._queue_time is not None:
+                self._queue_time.begin(self._tenant.name, self._limiter.clock())
 
     def settle(self, tokens: int, cost: int = 0) -> None:
         """Replace the reserved tokens by the number of tokens that the request has used.
@@ -359,12 +378,13 @@ class RateLimitHold:
     def release(self) -> None:
         """End the request and charge its tokens and cost to the month's budgets."""
         now = self._limiter.clock()
-        self._limiter.running -= 1
+        self._limiter.running -= not self._in_batch
         self.body_is_here()
         for subject in self._subjects:
             self._limiter.shares.end(subject)
         if self._begun_s is not None:
-            self._queue_time.leave(self._tenant.name, now, begun=not self._waits)
+            if self._queue_time is not None:
+                self._queue_time.leave(self._tenant.name, now, begun=not self._waits)
             for limits in self._limits:
                 limits.note_duration(now - self._begun_s)
         budgets = (self._tenant.limits.tokens_per_month, self._tenant.limits.cost_per_month)

@@ -36,6 +36,8 @@ class UsageCounts:
     pushes: pushed versions of the adapter that a gateway has validated and accepted.
     pushed_bytes: bytes of these versions.
     cost: price of the tokens when they were counted, in units of cost (prices.py).
+    flex_prompt_tokens, flex_cached_tokens, flex_output_tokens: those of the tokens that lines of
+        batches and requests of service tier flex used.
     """
 
     requests: int = 0
@@ -48,6 +50,9 @@ class UsageCounts:
     pushes: int = 0
     pushed_bytes: int = 0
     cost: int = 0
+    flex_prompt_tokens: int = 0
+    flex_cached_tokens: int = 0
+    flex_output_tokens: int = 0
 
     def __add__(self, more: "UsageCounts") -> "UsageCounts":
         return UsageCounts(
@@ -61,6 +66,9 @@ class UsageCounts:
             self.pushes + more.pushes,
             self.pushed_bytes + more.pushed_bytes,
             self.cost + more.cost,
+            self.flex_prompt_tokens + more.flex_prompt_tokens,
+            self.flex_cached_tokens + more.flex_cached_tokens,
+            self.flex_output_tokens + more.flex_output_tokens,
         )
 
     @property

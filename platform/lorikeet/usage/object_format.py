@@ -20,12 +20,14 @@ from lorikeet.usage.ledger import UsageAccount, UsageByAccount, UsageCounts
 
 PREFIX = "usage/"
 SCHEMA = 2
-"""Newest format version. Objects without costs have version 1, which releases that know no costs
-read.
+"""Newest format version. Objects without costs and tokens of tier flex have version 1, which
+earlier releases read.
 """
 
 _NUMBERS = tuple(each.name for each in fields(UsageCounts))
-_UNPRICED = tuple(name for name in _NUMBERS if name != "cost")
+_LATER = tuple(name for name in _NUMBERS if name == "cost" or name.startswith("flex_"))
+_FIRST = tuple(name for name in _NUMBERS if name not in _LATER)
+_later = attrgetter(*_LATER)
 _OBJECT = re.compile(r"usage/[0-9-]{10}/[0-9]{6}-([0-9a-f]{16})-([0-9]{6,})\.json")
 _COMPACTED = re.compile(r"usage/[0-9-]{10}/compacted-([0-9]{6,})\.json")
 
@@ -100,12 +102,12 @@ def compacted_number(key: str) -> int | None:
 
 def to_json(content: UsageContent) -> bytes:
     """Serialize the content of a usage object."""
-    priced = any(counts.cost for counts in content.use.values())
-    names = _NUMBERS if priced else _UNPRICED
+    later = any(any(_later(counts)) for counts in content.use.values())
+    names = _NUMBERS if later else _FIRST
     numbers = attrgetter(*names)  # astuple would copy deeply
     columns = (*UsageAccount._fields, *names)
     rows = [[*account, *numbers(counts)] for account, counts in content.use.items()]
-    schema = SCHEMA if priced else 1
+    schema = SCHEMA if later else 1
     return json.dumps(
         {"schema": schema, "columns": columns, "rows": rows, "marks": dict(content.marks)},
         separators=(",", ":"),

@@ -20,6 +20,7 @@ from lorikeet_engine.adapter_format import (
     write_blob,
 )
 from lorikeet_engine.errors import AdapterRejected
+from lorikeet_engine.parallel.shard import Shard
 from lorikeet_engine.residency.blob_packing import pack
 from lorikeet_engine.residency.disk.image_file import ImageFile, write_image
 from lorikeet_engine.residency.packed_image import PackedImage, PackedLayout
@@ -48,6 +49,16 @@ def specified(checkpoint: Path, folder: Path) -> AdapterSpec:
     return read_spec(folder / "blob", shape_of(checkpoint), LIMITS)
 
 
+def matrices(image: torch.Tensor, at: int, count: int, rank: int, width: int) -> torch.Tensor:
+    """Return one linear's A, or its transposed B: [count, rank, width].
+
+    at: place of the matrix in PackedLayout.rows, odd if all experts share it.
+    """
+    stored, begin = 1 if at % 2 else count, at - at % 2
+    found = image[begin : begin + stored * rank * width].view(stored, rank, width)
+    return found.expand(count, rank, width)
+
+
 def packed_deltas(checkpoint: Path, folder: Path) -> dict[str, torch.Tensor]:
     """B A of every linear in the adapter's image, by path; stacked for experts."""
     shape, spec = shape_of(checkpoint), specified(checkpoint, folder)
@@ -58,9 +69,11 @@ def packed_deltas(checkpoint: Path, folder: Path) -> dict[str, torch.Tensor]:
     deltas = {}
     for part in spec.linears:
         a_at, b_at, rank = layout.rows[part.layer, part.linear].tolist()
-        (d_in, d_out), count = shape.dims(part.linear), shape.matrices(part.linear)
-        a = image[a_at : a_at + count * rank * d_in].view(count, rank, d_in)
-        b = image[b_at : b_at + count * rank * d_out].view(count, rank, d_out)
+        count = shape.matrices(part.linear)
+        a, b = (
+            matrices(image, at, count, rank, width)
+            for at, width in zip((a_at, b_at), shape.dims(part.linear), strict=True)
+        )
         delta = b.mT @ a
         path = shape.linears[part.linear].path(part.layer)
         deltas[path] = delta if ".experts." in path else delta[0]
@@ -250,6 +263,49 @@ def test_a_shared_matrix_applies_to_every_expert(
         stem, _, name = path.removeprefix("base_model.model.").rpartition(".")
         torch.testing.assert_close(ours.pop(f"{stem}.{names[name]}_proj"), delta)
     assert not ours
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_shared_matrix_is_stored_once_in_blob_and_image(
+    world: int, tiny_checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    checkpoint, shape = tiny_checkpoints["qwen3_moe"], shape_of(tiny_checkpoints["qwen3_moe"])
+    folder = save_shared(checkpoint, tmp_path / "shared", 2)
+    spec = specified(checkpoint, folder)
+    saved = load_file(folder / "adapter_model.safetensors")
+    numbers = sum(tensor.numel() for tensor in saved.values())
+    assert sum(tensor.numel() for tensor in load_file(folder / "blob").values()) == numbers
+    layout, kept = PackedLayout.of(spec, shape, world), Shard(0, world).ranges(shape)
+    assert layout.elements == spec.packed_elements(lambda linear: kept[linear].dims)
+    ranks = {(part.layer, part.linear): part.rank for part in spec.linears}
+    assert layout.elements < PackedLayout.of_ranks(ranks, shape, world).elements
+    if world == 1:
+        assert layout.elements == spec.touches.parameters == numbers
+    elements = torch.full((layout.image_elements,), torch.nan)
+    image = PackedImage(layout, elements, pack(folder / "blob", spec, layout, elements))
+    write_image(tmp_path / "image", "image", image)
+    file = ImageFile.of(tmp_path / "image", shape, world)
+    assert torch.equal(file.layout.rows, layout.rows)
+    assert file.layout.shared_outer == layout.shared_outer
+    out = torch.full_like(elements, torch.nan)
+    assert file.read(out) == image.sums
+    assert torch.equal(out, elements)
+
+
+def test_halves_of_one_b_are_shared_together_or_not(
+    tiny_checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    checkpoint = tiny_checkpoints["gpt_oss"]
+    folder = save_adapter(checkpoint, tmp_path / "one", **PARAMETERS["gate_up"])
+    write_blob(folder, tmp_path / "blob")
+    tensors = load_file(tmp_path / "blob")
+    with safe_open(tmp_path / "blob", "pt") as blob:
+        metadata = blob.metadata()
+    (name,) = (name for name in tensors if "layers.0.mlp.experts.up_proj.lora_B" in name)
+    tensors[name] = tensors[name][:1].clone()
+    save_file(tensors, tmp_path / "blob", metadata)
+    with pytest.raises(AdapterRejected, match=r"layers\.0\.up_proj.lora_B is \[1, .* halves"):
+        read_spec(tmp_path / "blob", shape_of(checkpoint), LIMITS)
 
 
 def test_a_blob_of_many_experts_has_few_tensors(

@@ -20,7 +20,6 @@ from tests.engine.float32_reference import (
     NAMES,
     Float32Reference,
     RecordingSampler,
-    build,
     compare,
     run_to_end,
 )
@@ -42,13 +41,6 @@ def requests(reference, salt):
         name, ids = NAMES[i % len(NAMES)], prompt(LENGTHS[i % len(LENGTHS)], i)
         more = {"adapter": reference.refs[name], "salt": salt, "seed": 100 * i}
         yield name, greedy(f"r{i}", ids, max_tokens=TOKENS, **more)
-
-
-@pytest.fixture(scope="module")
-def engine(reference, tmp_path_factory):
-    engine = build(reference, tmp_path_factory.mktemp("cache"))
-    yield engine
-    engine.close()
 
 
 @pytest.fixture

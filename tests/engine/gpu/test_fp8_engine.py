@@ -22,7 +22,6 @@ from tests.engine.float32_reference import (
     ADAPTERS,
     Float32Reference,
     RecordingSampler,
-    build,
     compare,
     run_to_end,
 )
@@ -38,6 +37,7 @@ ON_EXPERTS = {
     }
 }
 NEAR = 2.2
+ENGINE = {"weight_dtype": "fp8"}
 TOKENS = 16
 LENGTHS = (17, 63, 133)
 FAMILIES = ("llama", "qwen2", "qwen3_moe", "mixtral")
@@ -58,14 +58,6 @@ def reference(request, tmp_path_factory):
     made = Float32Reference(family, tmp_path_factory.mktemp(family), device, adapters)
     round_linears(made._model)
     return made
-
-
-@pytest.fixture(scope="module")
-def engine(reference, tmp_path_factory):
-    settings = {"weight_dtype": "fp8", "max_batch_adapters": len(reference.refs)}
-    engine = build(reference, tmp_path_factory.mktemp("cache"), **settings)
-    yield engine
-    engine.close()
 
 
 def test_every_answer_equals_the_references(reference, engine):

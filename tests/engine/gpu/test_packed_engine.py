@@ -10,7 +10,6 @@ from tests.engine.float32_reference import (
     ADAPTERS,
     Float32Reference,
     RecordingSampler,
-    build,
     compare,
     run_to_end,
 )
@@ -18,6 +17,7 @@ from tests.engine.models.mxfp4_checkpoints import write_mxfp4
 from tests.engine.models.quantized_checkpoints import write_rounded
 from tests.engine.moe_adapters import BOTH
 
+ENGINE = {"weight_dtype": "packed"}
 TOKENS = 16
 LENGTHS = (17, 63, 133)
 KINDS = ("groups", "act-order", "orders", "mxfp4")
@@ -85,14 +85,6 @@ def of_mxfp4(device, folder):
             weight.data = values.pop(name).to(device)
     assert not values
     return made
-
-
-@pytest.fixture(scope="module")
-def engine(reference, tmp_path_factory):
-    settings = {"weight_dtype": "packed", "max_batch_adapters": len(reference.refs)}
-    engine = build(reference, tmp_path_factory.mktemp("cache"), **settings)
-    yield engine
-    engine.close()
 
 
 def test_every_answer_equals_the_references(reference, engine):

@@ -2,16 +2,8 @@
 
 import pytest
 
-from tests.engine.engine_driver import Answers, greedy, load_adapters, prompt
-from tests.engine.float32_reference import (
-    ADAPTERS,
-    ALL,
-    Float32Reference,
-    RecordingSampler,
-    build,
-    compare,
-    run_to_end,
-)
+from tests.engine.engine_driver import prompt
+from tests.engine.float32_reference import ADAPTERS, ALL, Float32Reference
 
 TOKENS = 16
 LENGTHS = (17, 63, 133, 300)
@@ -39,33 +31,7 @@ def reference(request, tmp_path_factory):
     return Float32Reference(family, tmp_path_factory.mktemp(family), device, adapters)
 
 
-@pytest.fixture(scope="module")
-def engine(reference, tmp_path_factory):
-    settings = {"max_batch_adapters": len(reference.refs)}
-    engine = build(reference, tmp_path_factory.mktemp("cache"), **settings)
-    yield engine
-    engine.close()
-
-
 @pytest.mark.parametrize("beside", [True, False], ids=["beside others", "alone"])
-@pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "no_graphs"])
-def test_every_answer_equals_the_references(reference, engine, graphs, beside):
-    runner, captured = engine._runner, engine._runner._graphs
-    if reference.device == "cpu" and graphs:
-        pytest.skip("graphs are CUDA's")
-    runner._graphs = captured if graphs else None
-    draws, answers = RecordingSampler(engine), Answers(engine)
-    try:
-        load_adapters(answers, [ref for ref in reference.refs.values() if ref is not None])
-        asked = []
-        for i, name in enumerate([*reference.refs, "dora"] if beside else ["dora_of_some"]):
-            ids, salt = prompt(LENGTHS[i % len(LENGTHS)], i), f"{graphs} {beside}"
-            more = {"adapter": reference.refs[name], "salt": salt, "seed": 100 * i}
-            asked.append((name, greedy(f"r{i}", ids, max_tokens=TOKENS, **more)))
-        for _, call in asked:
-            answers.submit(call)
-        run_to_end(answers)
-        for name, call in asked:
-            compare(reference, call, name, draws, answers)
-    finally:
-        runner._graphs, engine._sampler = captured, draws._sampler
+def test_every_answer_equals_the_references(reference, check, beside):
+    names = [*reference.refs, "dora"] if beside else ["dora_of_some"]
+    check(((name, prompt(LENGTHS[i % len(LENGTHS)], i)) for i, name in enumerate(names)), TOKENS)

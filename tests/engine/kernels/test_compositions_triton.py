@@ -39,6 +39,7 @@ from tests.engine.kernels.test_lora_triton import (
     make_step,
     with_vectors,
 )
+from tests.engine.pairs import pairs
 
 RANKS = [12, 0, 60, 4, 16]
 # Weights are numbers of bfloat16, of both signs, and 0.
@@ -61,12 +62,12 @@ def composed(
     members = torch.full((len(ranks), MAX_MEMBERS), -1, dtype=torch.int32)
     weights = torch.full((len(ranks), MAX_MEMBERS), torch.nan)
     members[:, 0], weights[:, 0] = torch.arange(len(ranks)), 1.0
-    for slot, pairs in enumerate(COMPOSITIONS, len(RANKS)):
-        members[slot, : len(pairs)] = torch.tensor([member for member, _ in pairs])
-        weights[slot, : len(pairs)] = torch.tensor([weight for _, weight in pairs])
+    for slot, parts in enumerate(COMPOSITIONS, len(RANKS)):
+        members[slot, : len(parts)] = torch.tensor([member for member, _ in parts])
+        weights[slot, : len(parts)] = torch.tensor([weight for _, weight in parts])
         for linear in group.linears:
-            step.a[slot, linear] = torch.cat([w * step.a[each, linear] for each, w in pairs])
-            step.b[slot, linear] = torch.cat([step.b[each, linear] for each, _ in pairs])
+            step.a[slot, linear] = torch.cat([w * step.a[each, linear] for each, w in parts])
+            step.b[slot, linear] = torch.cat([step.b[each, linear] for each, _ in parts])
     on_device = members.to(kind[0]), weights.to(kind[0])
     return replace(
         step,
@@ -76,13 +77,15 @@ def composed(
 
 
 @both_kinds
-@pytest.mark.parametrize("group", [DOWN, WIDE])
 @pytest.mark.parametrize(
-    "runs",
-    [
-        [(FIRST, 1), (0, 2), (THIRD, 1), (SECOND, 2)],
-        [(2, 3), (THIRD, 17), (FIRST, 20), (1, 3)],
-    ],
+    ("group", "runs"),
+    pairs(
+        [DOWN, WIDE],
+        [
+            [(FIRST, 1), (0, 2), (THIRD, 1), (SECOND, 2)],
+            [(2, 3), (THIRD, 17), (FIRST, 20), (1, 3)],
+        ],
+    ),
 )
 def test_adapters_are_added_up_beside_adapters_alone(
     kind: Kind, group: LoraGroup, runs: list[tuple[int, int]]

@@ -49,6 +49,8 @@ class Case:
     per_token: int
     favourite: int | None = None  # an expert of all tokens
     padding: int = 0  # segments of length 0
+    outer: tuple[int, ...] = ()  # slots whose experts share A of gate and up, and B of down
+    one_a: tuple[int, ...] = ()  # slots whose up has gate's A
 
 
 CASES = {
@@ -58,6 +60,12 @@ CASES = {
     "mixed_ranks_and_none": Case(((2, 4), (0, 9), (1, 1)), (33, 0, 7), 19, 5, 3),
     "many_rows_of_one": Case(((0, 150),), (12,), 157, 2, 2),
     "padded_segments": Case(((1, 5), (0, 2)), (4, 8), 9, 3, 1, padding=140),
+    "shared_outer_beside_others": Case(
+        ((2, 5), (0, 7), (3, 2), (1, 4)), (33, 7, 4, 16), 20, 5, 3, outer=(0, 2), one_a=(2, 3)
+    ),
+    "long_runs_of_shared_outer": Case(
+        ((1, 40), (0, 60)), (12, 17), 101, 3, 2, outer=(0, 1), one_a=(1,)
+    ),
 }
 
 
@@ -74,8 +82,15 @@ class Made:
         return self.x[self.routed.pairs.long() // self.routed.per_token]
 
 
-def make(case: Case, group: LoraGroup, kind: tuple[str, torch.dtype]) -> Made:
-    """Random adapters whose gaps hold NaN, and the equation row by row."""
+def make(
+    case: Case, group: LoraGroup, kind: tuple[str, torch.dtype], *, copied: bool = False
+) -> Made:
+    """Random adapters whose gaps hold NaN, and the equation row by row.
+
+    A that gate and up share are in the arena once, as are matrices that all experts share.
+
+    copied: whether the arena has a copy of the latter for each expert instead.
+    """
     device, dtype = kind
     generator = torch.Generator().manual_seed(3)
 
@@ -87,14 +102,19 @@ def make(case: Case, group: LoraGroup, kind: tuple[str, torch.dtype]) -> Made:
     a, b = {}, {}
     for slot, rank in enumerate(case.ranks):
         for s, linear in enumerate(group.linears if rank else ()):
-            own = rank + s if s else rank  # gate and up may have ranks of their own
-            d_out = group.d_outs[s]
-            a[slot, s], b[slot, s] = (
-                random(case.experts, own, group.d_in),
-                random(case.experts, own, d_out),
-            )
-            for side, matrix in enumerate((a[slot, s], b[slot, s])):
-                table[slot, LAYER, linear, side] = end
+            has_gates_a = s > 0 and slot in case.one_a
+            own = rank if has_gates_a else rank + s  # gate and up may have ranks of their own
+            for side, width in enumerate((group.d_in, group.d_outs[s])):
+                once = slot in case.outer and side == (group is not GATE_UP)
+                matrix = random(1 if once else case.experts, own, width)
+                if side == 0 and has_gates_a:
+                    a[slot, s] = a[slot, s - 1]
+                    table[slot, LAYER, linear, 0] = table[slot, LAYER, linear - 1, 0]
+                    continue
+                (a, b)[side][slot, s] = matrix.expand(case.experts, own, width)
+                if copied:
+                    once, matrix = False, (a, b)[side][slot, s]
+                table[slot, LAYER, linear, side] = end + once
                 gap = -matrix.numel() % 16 + 16
                 stored += [matrix.flatten(), torch.full((gap,), torch.nan, dtype=dtype)]
                 end += matrix.numel() + gap
@@ -139,7 +159,11 @@ def check(made: Made, module: object, *, gathered: bool) -> None:
     assert torch.equal(owners, reference.list_owners(made.step.segments, made.routed))
     x = made.x if gathered else made.rows_of_x().contiguous()
     experts = ExpertStep(made.step, made.routed, owners)
-    module.add_expert_lora(made.y, x, experts, LAYER, made.group, gathered=gathered)
+    torch.use_deterministic_algorithms(True)  # fills new tensors with NaN
+    try:
+        module.add_expert_lora(made.y, x, experts, LAYER, made.group, gathered=gathered)
+    finally:
+        torch.use_deterministic_algorithms(False)
     rtol, atol = (1e-4, 1e-5) if made.y.dtype == torch.float32 else (2e-2, 3e-2)
     torch.testing.assert_close(made.y.float(), made.want, rtol=rtol, atol=atol)
 
@@ -178,6 +202,20 @@ def test_the_kernels_add_each_rows_adapter_of_its_expert(
     case: Case, group: LoraGroup, kind: tuple[str, torch.dtype]
 ) -> None:
     check(make(case, group, kind), expert_rows, gathered=group is GATE_UP)
+
+
+@kinds
+@pytest.mark.usefixtures("both_ways")
+@groups
+@pytest.mark.parametrize("name", ["shared_outer_beside_others", "long_runs_of_shared_outer"])
+def test_a_shared_matrix_adds_exactly_what_its_copies_add(
+    name: str, group: LoraGroup, kind: tuple[str, torch.dtype]
+) -> None:
+    shared, copied = (make(CASES[name], group, kind, copied=each) for each in (False, True))
+    assert shared.step.weights.arena.numel() < copied.step.weights.arena.numel()
+    for made in (shared, copied):
+        check(made, expert_rows, gathered=group is GATE_UP)
+    assert torch.equal(shared.y, copied.y)
 
 
 @kinds

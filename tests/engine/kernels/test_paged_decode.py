@@ -19,6 +19,7 @@ from lorikeet_engine.kernels.attention.sinks import add_sinks
 from lorikeet_engine.kernels.fp8_kv import FP8_KV, KvScales
 from lorikeet_engine.models.batch import Batch
 from tests.engine.interpreter import DEVICES, INTERPRETED
+from tests.engine.pairs import pairs
 
 PAGE = 16
 SHAPES = {
@@ -135,8 +136,7 @@ def random_sinks(shape, device):
     return sinks.to(device)
 
 
-@pytest.mark.parametrize("soft_cap", [None, 0.7])
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize(("name", "soft_cap"), pairs(SHAPES, [None, 0.7]))
 def test_sinks_take_their_share_once_however_a_row_is_cut(device, name, soft_cap):
     shape = replace(SHAPES[name], soft_cap=soft_cap, windows=(40, None))
     sinks = random_sinks(shape, device)

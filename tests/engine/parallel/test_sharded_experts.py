@@ -14,7 +14,7 @@ from lorikeet_engine.parallel.rank_group import RankGroup
 from tests.engine.blob_shelf import BlobShelf
 from tests.engine.conftest import EIGHT_HEADS, MOE, PagedTokens, save_all
 from tests.engine.models.test_models import Run, prompt_of
-from tests.engine.moe_adapters import PARAMETERS
+from tests.engine.moe_adapters import PARAMETERS, save_shared
 from tests.engine.parallel.test_sharded_adapters import packed, step
 from tests.engine.peft_adapters import save_adapter
 from tests.engine.ranks import CPU, run_ranks
@@ -65,7 +65,8 @@ def made_case(checkpoint: Path, folder: Path) -> tuple[Path, dict[str, Path]]:
     for seed, name in enumerate(ADAPTERS):
         saved = save_adapter(checkpoint, folder / name, seed, **parameters_of(checkpoint, name))
         blobs[name] = shelf.folder / shelf.add(saved, name).digest
-    return checkpoint, blobs
+    shared = shelf.add(save_shared(checkpoint, folder / "shared", rank=3), "shared")
+    return checkpoint, blobs | {"shared": shelf.folder / shared.digest}
 
 
 def shape_of(checkpoint: Path) -> BaseShape:

@@ -182,6 +182,12 @@ def test_linears_that_cannot_share_the_preceding_a_are_refused(written, shared_a
         ImageFile.of(with_metadata(written, shared_a=shared_a), SHAPE)
 
 
+@pytest.mark.parametrize("shared_outer", [None, "x", "-1", "0", "999"])
+def test_matrices_that_no_experts_can_share_are_refused(written, shared_outer):
+    with pytest.raises(AdapterRejected, match="damaged"):
+        ImageFile.of(with_metadata(written, shared_outer=shared_outer), SHAPE)
+
+
 def test_an_image_of_another_size_than_its_ranks_say_is_refused(written):
     path, _, _ = written(everywhere(4))
     text = path.read_bytes()

@@ -351,7 +351,7 @@ def test_tenants_that_left_are_forgotten_and_gain_no_credit():
     counters = harness.scheduler._tenants
     assert len(counters) < tenants / 3
     harness.run()
-    level = counters.level
+    level = counters.level()
     back = harness.add(3, scheduling=SchedulingParams("t0"))
     assert back.cost.counter is not hog.cost.counter, "it was forgotten"
     assert back.cost.counter.value >= level >= hog.cost.counter.value

@@ -87,7 +87,7 @@ def test_a_load_during_grammar_compilation_is_charged_to_the_requests_tenant(
     answers.until(lambda: engine.residency(ref) is Residency.GPU)
     may_compile.set()
     answers.all()
-    counter = engine._scheduler._tenants._counters["acme"]
+    counter = engine._scheduler._tenants._counters["acme", False]
     assert counter.value > 1000.0 / engine.info.step_costs.prompt_token_s
 
 

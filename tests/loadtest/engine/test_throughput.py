@@ -9,14 +9,15 @@ import torch
 
 from loadtest.engine import harness, throughput
 from loadtest.engine.offline import Work, generate
-from loadtest.engine.random_adapters import random_refs
+from loadtest.engine.random_adapters import Targets, random_layout, random_refs
 from loadtest.engine.random_engine import random_engine
-from loadtest.engine.random_model import CONFIGS, LLAMA_3_1_8B
+from loadtest.engine.random_model import CONFIGS, LLAMA_3_1_8B, shape_of
 from lorikeet.simulator.workload_models import Zipf
 from lorikeet_engine.adapter import Residency
 from lorikeet_engine.parallel import followers
 from lorikeet_engine.sampling.sampler import Sampler
 from tests.engine import forked_followers
+from tests.engine.conftest import MOE
 from tests.engine.engine_driver import RecordingRunner
 from tests.engine.tiny_engine import CONFIG, SETTINGS, tiny_engine
 
@@ -58,6 +59,20 @@ def test_weights_in_fp8_with_scales_of_blocks_are_checked_and_timed(tmp_path):
         assert engine.info.quantization == "fp8"
         assert engine._runner.model._layers[0].mixer.o.weight.block == (32, 32)
         assert all(row.tokens_per_s[0] > 0 for row in rows)
+    finally:
+        engine.close()
+
+
+def test_adapters_whose_experts_share_matrices_are_smaller_checked_and_timed(tmp_path):
+    config = CONFIG | MOE["qwen3_moe"]
+    kinds = Targets.LINEARS, Targets.SHARED_OUTER
+    copied, shared = (random_layout(shape_of(config), 4, on) for on in kinds)
+    assert shared.elements < copied.elements
+    settings, others = replace(SETTINGS, max_batch_adapters=3), {Targets.SHARED_OUTER: 3}
+    engine = random_engine(tmp_path, others=others, config=config, settings=settings)
+    try:
+        (row,) = throughput.measure_all(engine, [replace(WARM, on=Targets.SHARED_OUTER)], turns=1)
+        assert row.tokens_per_s[0] > 0
     finally:
         engine.close()
 

@@ -68,6 +68,11 @@ class Heads:
     value_dim: int
 
     @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """Numbers of key and value heads, and their sizes, as the kernels take them."""
+        return self.key_heads, self.value_heads, self.key_dim, self.value_dim
+
+    @property
     def widths(self) -> tuple[int, int, int]:
         """Widths of all queries, all keys and all values of a token."""
         keys = self.key_heads * self.key_dim

@@ -20,6 +20,7 @@ import triton.language as tl
 
 from lorikeet_engine.kernels import delta_net
 from lorikeet_engine.kernels.delta_net import Decay, Decodes, Heads, Prefills, Ring
+from lorikeet_engine.kernels.delta_net.checked_output import checked_output
 from lorikeet_engine.kernels.delta_net.gates import gates
 from lorikeet_engine.kernels.delta_net.ring import add_tokens, decode_with_ring, empty
 from lorikeet_engine.kernels.lora.types import LoraDelta
@@ -50,15 +51,14 @@ def decode_delta_rule(
     ring: Ring | None = None,
 ) -> torch.Tensor:
     """See kernels.delta_net."""
-    _check(qkv, ba, states, heads, lora)
-    o = _output(qkv, heads) if out is None else out
+    o = _checked_output(qkv, ba, states, heads, lora, out)
     if ring is not None:
         decode_with_ring(qkv, ba, decay, states, decodes, heads, lora, ring, o)
         return o
     values = min(_VALUES, heads.value_dim)
     _decode_delta_rule[(heads.value_dim // values, heads.value_heads, len(decodes.slots))](
         qkv, ba, *operands(lora), decay.a_log, decay.dt_bias, states, decodes.slots,
-        decodes.tokens, o, qkv.stride(0), ba.stride(0), states.stride(0), *_sizes(heads), values,
+        decodes.tokens, o, qkv.stride(0), ba.stride(0), states.stride(0), *heads.sizes, values,
     )  # fmt: skip
     return o
 
@@ -75,8 +75,7 @@ def prefill_delta_rule(
     ring: Ring | None = None,
 ) -> torch.Tensor:
     """See kernels.delta_net."""
-    _check(qkv, ba, states, heads, lora)
-    o = _output(qkv, heads) if out is None else out
+    o = _checked_output(qkv, ba, states, heads, lora, out)
     tiles = (len(prefills.chunks), heads.value_heads)
     solved, mixed = (qkv.new_empty((*tiles, *2 * (delta_net.CHUNK,))) for _ in range(2))
     factors = qkv.new_empty((*tiles, _FACTORS.value, delta_net.CHUNK), dtype=torch.float32)
@@ -85,36 +84,29 @@ def prefill_delta_rule(
     precision = "tf32x3" if wide else "tf32"  # of float32 factors
     _solve_chunks[tiles](
         qkv, ba, *operands(lora), decay.a_log, decay.dt_bias, prefills.ends, prefills.chunks,
-        solved, mixed, factors, faded, qkv.stride(0), ba.stride(0), *_sizes(heads)[:3], precision,
+        solved, mixed, factors, faded, qkv.stride(0), ba.stride(0), *heads.sizes[:3], precision,
     )  # fmt: skip
     values, entries = min(_VALUES, heads.value_dim), 0 if ring is None else ring.decays.shape[2]
     _scan_chunks[(heads.value_dim // values, heads.value_heads, len(prefills.slots))](
         qkv, solved, mixed, factors, faded, states, prefills.slots, prefills.starts,
         prefills.ends, prefills.first_chunks, prefills.saves, *(ring or _NO_RING), o,
-        qkv.stride(0), states.stride(0), *_sizes(heads), entries, values, 1 if wide else 2,
+        qkv.stride(0), states.stride(0), *heads.sizes, entries, values, 1 if wide else 2,
         precision,
     )  # fmt: skip
     return o
 
 
-def _output(qkv: torch.Tensor, heads: Heads) -> torch.Tensor:
-    return qkv.new_empty((len(qkv), heads.value_heads, heads.value_dim))
-
-
-def _check(
-    qkv: torch.Tensor, ba: torch.Tensor, states: torch.Tensor, heads: Heads, lora: LoraDelta | None
-) -> None:
+def _checked_output(
+    qkv: torch.Tensor,
+    ba: torch.Tensor,
+    states: torch.Tensor,
+    heads: Heads,
+    lora: LoraDelta | None,
+    out: torch.Tensor | None,
+) -> torch.Tensor:
     for dim in (heads.key_dim, heads.value_dim):
         assert dim == max(16, triton.next_power_of_2(dim)), dim
-    assert qkv.shape[1] == sum(heads.widths), qkv.shape
-    assert (qkv.stride(1), ba.stride(1)) == (1, 1), (qkv.stride(), ba.stride())
-    assert states.shape[1:] == (heads.value_heads, heads.value_dim, heads.key_dim), states.shape
-    assert states[0].is_contiguous(), states.stride()
-    assert lora is None or lora.rows.stride() == ba.stride(), lora.rows.stride()
-
-
-def _sizes(heads: Heads) -> tuple[int, int, int, int]:
-    return heads.key_heads, heads.value_heads, heads.key_dim, heads.value_dim
+    return checked_output(qkv, ba, states, heads, lora, out)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -37,7 +37,7 @@ def decode_with_ring(
     _decode_with_ring[(tiles // each, heads.value_heads, sequences)](
         qkv, ba, *operands(lora), decay.a_log, decay.dt_bias, states, decodes.slots,
         decodes.tokens, *ring, o, qkv.stride(0), ba.stride(0), states.stride(0),
-        heads.key_heads, heads.value_heads, heads.key_dim, heads.value_dim, entries, values, each,
+        *heads.sizes, entries, values, each,
         num_warps=8 if sequences < _FEW else 4,
     )  # fmt: skip
 

@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+from lorikeet_engine.kernels.lora.expert_matrices import has_preceding_a, matrix_at
 from lorikeet_engine.kernels.lora.types import ExpertStep, LoraGroup
 
 _BLOCK_RANK = 16
@@ -36,15 +37,16 @@ def add(
     v = y.new_empty((rows, parts, slices, stride), dtype=torch.float32)
     of_layer = (experts.owners, layer, table.stride(0), table.stride(1), group.linears[0])
     _shrink[(rows, parts, slices * (stride // _BLOCK_RANK))](
-        x, weights.arena, table, v, routed.pairs, *of_layer,
-        x.stride(0), slices, stride, group.d_in, routed.per_token,
+        x, weights.arena, table, v, routed.pairs, routed.per_token, *of_layer,
+        x.stride(0), slices, stride, group.d_in,
         gathered=gathered, block_rank=_BLOCK_RANK, block_in=block_in,
         num_warps=max(1, block_in // _WARP_COLUMNS),
     )  # fmt: skip
     _expand[(rows, slices * triton.cdiv(width, block_out))](
-        v, weights.arena, table, y, *of_layer,
+        v, weights.arena, table, y, routed.pairs, routed.rows, routed.per_token, *of_layer,
         y.stride(0), slices, stride, width, parts,
-        block_parts=triton.next_power_of_2(parts), block_rank=_BLOCK_RANK, block_out=block_out,
+        gathered=gathered, block_parts=triton.next_power_of_2(parts),
+        block_rank=_BLOCK_RANK, block_out=block_out,
         num_warps=max(1, block_out // _WARP_COLUMNS),
     )  # fmt: skip
 
@@ -58,6 +60,7 @@ def _shrink(
     table: tl.tensor,
     v: tl.tensor,
     pairs: tl.tensor,
+    per_token: tl.tensor,
     owners: tl.tensor,
     layer: tl.tensor,
     slot_stride: tl.tensor,
@@ -67,12 +70,14 @@ def _shrink(
     slices: tl.tensor,
     rank_stride: tl.tensor,
     d_in: tl.tensor,
-    per_token: tl.tensor,
     gathered: tl.constexpr,
     block_rank: tl.constexpr,
     block_in: tl.constexpr,
 ) -> None:
     """Compute A·x of one row, for some ranks of one slice, over one part of d_in.
+
+    Leaves out a slice with the preceding slice's A, and a token's rows but the first if they share
+    A and x.
 
     x, gathered: see kernels.lora.experts.add_expert_lora. arena, table: see LoraWeights.
     slot_stride, layer_stride: strides of the table.
@@ -88,20 +93,26 @@ def _shrink(
         return
     entry = table + slot.to(tl.int64) * slot_stride + layer * layer_stride
     entry += (first_linear + index) * 3
-    rank = tl.load(entry + 2).to(tl.int32)
+    begin, rank = tl.load(entry), tl.load(entry + 2).to(tl.int32)
     if first >= rank:
         return
+    if has_preceding_a(entry, index):
+        return
+    source, again = row, row < 0
+    if gathered:
+        pair = tl.load(pairs + row)
+        source = pair // per_token
+        again = (begin % 2 == 1) & (pair % per_token > 0)
+    if again:
+        return
     expert = tl.load(owners + row * 2 + 1).to(tl.int64)
-    a = arena + tl.multiple_of(tl.load(entry), 16) + expert * rank * d_in
+    a = matrix_at(arena, begin, expert, rank * d_in)
     k, inner = first + tl.arange(0, block_rank), part * block_in + tl.arange(0, block_in)
     live, inside = k < rank, inner < d_in
     weight = tl.load(
         a + k.to(tl.int64)[:, None] * d_in + inner[None, :],
         mask=live[:, None] & inside[None, :], other=0.0,
     )  # fmt: skip
-    source = row
-    if gathered:
-        source = tl.load(pairs + row) // per_token
     hidden = tl.load(x + source.to(tl.int64) * x_stride + inner, mask=inside, other=0.0)
     total = tl.sum(weight.to(tl.float32) * hidden.to(tl.float32)[None, :], 1)
     v_row = v + ((row.to(tl.int64) * tl.num_programs(1) + part) * slices + index) * rank_stride
@@ -109,13 +120,16 @@ def _shrink(
 
 
 @triton.jit(  # type: ignore[untyped-decorator]
-    do_not_specialize=["layer", "first_linear", "slices", "parts"]
+    do_not_specialize=["layer", "first_linear", "slices", "parts", "per_token"]
 )
 def _expand(
     v: tl.tensor,
     arena: tl.tensor,
     table: tl.tensor,
     y: tl.tensor,
+    pairs: tl.tensor,
+    row_of: tl.tensor,
+    per_token: tl.tensor,
     owners: tl.tensor,
     layer: tl.tensor,
     slot_stride: tl.tensor,
@@ -126,6 +140,7 @@ def _expand(
     rank_stride: tl.tensor,
     width: tl.tensor,
     parts: tl.tensor,
+    gathered: tl.constexpr,
     block_parts: tl.constexpr,
     block_rank: tl.constexpr,
     block_out: tl.constexpr,
@@ -133,6 +148,7 @@ def _expand(
     """Add LoRA's delta to y, for one row and a block of columns of one slice.
 
     v: result of _shrink. arena, table: see LoraWeights. owners: see ExpertStep.
+    pairs, row_of, per_token: `pairs`, `rows` and `per_token` of RoutedRows. gathered: see _shrink.
     slot_stride, layer_stride: strides of the table.
     first_linear: index of the group's first linear in the table.
     width: outputs of a slice. parts: number of parts of v, which are summed first.
@@ -148,10 +164,13 @@ def _expand(
     if rank == 0:
         return
     expert = tl.load(owners + row * 2 + 1).to(tl.int64)
-    b = arena + tl.multiple_of(tl.load(entry + 1), 16) + expert * rank * width
+    b = matrix_at(arena, tl.load(entry + 1), expert, rank * width)
+    made, made_by = row, index - has_preceding_a(entry, index).to(tl.int32)
+    if (tl.load(entry) % 2 == 1) & gathered:
+        made = tl.load(row_of + tl.load(pairs + row) // per_token * per_token)
     column = (tl.program_id(1) - index * blocks) * block_out + tl.arange(0, block_out)
     within, part = column < width, tl.arange(0, block_parts)
-    v_parts = v + ((row.to(tl.int64) * parts + part) * slices + index) * rank_stride
+    v_parts = v + ((made.to(tl.int64) * parts + part) * slices + made_by) * rank_stride
     y_row = y + row.to(tl.int64) * y_stride + index * width + column
     total = tl.load(y_row, mask=within, other=0.0).to(tl.float32)
     for first in range(0, rank, block_rank):

@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+from lorikeet_engine.kernels.lora.expert_matrices import has_preceding_a, matrix_at
 from lorikeet_engine.kernels.lora.types import ExpertStep, LoraGroup
 
 _MAX_PARTS = 8
@@ -46,16 +47,16 @@ def add(
     precision = "ieee" if torch.float32 in (x.dtype, weights.arena.dtype) else "tf32"
     of_rows = (experts.owners, rows, tile_rows, layer, table.stride(0), table.stride(1))
     _shrink[(parts, blocks, tiles)](
-        x, weights.arena, table, v, routed.pairs, *of_rows,
-        x.stride(0), group.linears[0], slices, stride, group.d_in, split, routed.per_token,
+        x, weights.arena, table, v, routed.pairs, routed.per_token, *of_rows,
+        x.stride(0), group.linears[0], slices, stride, group.d_in, split,
         gathered=gathered, upcast=upcast, precision=precision,
         block_rows=block_rows, block_rank=_BLOCK_RANK, block_in=inner, num_warps=4,
     )  # fmt: skip
     width = group.d_outs[0]
     _expand[(slices * triton.cdiv(width, columns), tiles)](
-        v, weights.arena, table, y, *of_rows,
+        v, weights.arena, table, y, routed.pairs, routed.rows, routed.per_token, *of_rows,
         y.stride(0), group.linears[0], slices, stride, width, parts,
-        upcast=x.device.type == "cpu", precision=precision,
+        gathered=gathered, upcast=x.device.type == "cpu", precision=precision,
         block_rows=block_rows, block_rank=_BLOCK_RANK, block_out=columns, num_warps=4,
     )  # fmt: skip
 
@@ -101,6 +102,7 @@ def _shrink(
     table: tl.tensor,
     v: tl.tensor,
     pairs: tl.tensor,
+    per_token: tl.tensor,
     owners: tl.tensor,
     rows: tl.tensor,
     tile_rows: tl.tensor,
@@ -113,7 +115,6 @@ def _shrink(
     rank_stride: tl.tensor,
     d_in: tl.tensor,
     split: tl.tensor,
-    per_token: tl.tensor,
     gathered: tl.constexpr,
     upcast: tl.constexpr,
     precision: tl.constexpr,
@@ -123,7 +124,9 @@ def _shrink(
 ) -> None:
     """Compute A·x of a tile of rows, for some ranks of one slice, over one part of d_in.
 
-    Works run by run: a run is the neighbouring rows of one expert and one adapter.
+    Works run by run: a run is the neighbouring rows of one expert and one adapter. A slice with the
+    preceding slice's A is left out, and so are rows but the first of a token whose rows share A and
+    x.
 
     x, gathered: see kernels.lora.experts.add_expert_lora. arena, table: see LoraWeights.
     slot_stride, layer_stride: strides of the table.
@@ -139,9 +142,9 @@ def _shrink(
     place, inner = tl.arange(0, block_rows), part * split + tl.arange(0, block_in)
     row = tl.program_id(2) * tile_rows + place
     real = (place < tile_rows) & (row < rows)
-    source = row
+    pair, source = tl.load(pairs + row, mask=real, other=0), row
     if gathered:
-        source = tl.load(pairs + row, mask=real, other=0) // per_token
+        source = pair // per_token
     x_rows = x + source.to(tl.int64)[:, None] * x_stride
     v_rows = v + ((row.to(tl.int64) * tl.num_programs(0) + part) * slices + index) * rank_stride
     of_layer = layer * layer_stride + (first_linear + index) * 3
@@ -152,9 +155,12 @@ def _shrink(
         done += tl.sum(mine.to(tl.int32), 0)
         entry = table + tl.maximum(slot, 0) * slot_stride + of_layer
         rank = tl.where(slot < 0, 0, tl.load(entry + 2)).to(tl.int32)
-        live = k < rank
-        if tl.max(live.to(tl.int32), 0) > 0:
-            a = arena + tl.multiple_of(tl.load(entry), 16) + expert * rank * d_in
+        live, begin = k < rank, tl.load(entry)
+        if gathered:
+            mine &= (begin % 2 == 0) | (pair % per_token == 0)
+        needed = tl.max(live.to(tl.int32), 0) * tl.max(mine.to(tl.int32), 0)
+        if (needed > 0) & (has_preceding_a(entry, index) == 0):
+            a = matrix_at(arena, begin, expert, rank * d_in)
             a_rows = a + k.to(tl.int64)[None, :] * d_in
             total = tl.zeros((block_rows, block_rank), tl.float32)
             for at in range(0, split, block_in):
@@ -173,13 +179,18 @@ def _shrink(
 
 
 @triton.jit(  # type: ignore[untyped-decorator]
-    do_not_specialize=["rows", "tile_rows", "layer", "first_linear", "slices", "parts"]
+    do_not_specialize=[
+        *("rows", "tile_rows", "layer", "first_linear", "slices", "parts", "per_token")
+    ]
 )
 def _expand(
     v: tl.tensor,
     arena: tl.tensor,
     table: tl.tensor,
     y: tl.tensor,
+    pairs: tl.tensor,
+    row_of: tl.tensor,
+    per_token: tl.tensor,
     owners: tl.tensor,
     rows: tl.tensor,
     tile_rows: tl.tensor,
@@ -192,6 +203,7 @@ def _expand(
     rank_stride: tl.tensor,
     width: tl.tensor,
     parts: tl.tensor,
+    gathered: tl.constexpr,
     upcast: tl.constexpr,
     precision: tl.constexpr,
     block_rows: tl.constexpr,
@@ -205,7 +217,8 @@ def _expand(
     v: result of _shrink. arena, table: see LoraWeights. owners: see ExpertStep.
     slot_stride, layer_stride: strides of the table.
     first_linear: index of the group's first linear in the table.
-    rows: number of rows.
+    pairs, row_of, per_token: `pairs`, `rows` and `per_token` of RoutedRows.
+    rows: number of rows. gathered: see _shrink.
     tile_rows: rows of a tile, at most block_rows. width: outputs of a slice.
     parts: number of parts of v, which are summed first. upcast: whether to multiply in float32.
     """
@@ -215,7 +228,6 @@ def _expand(
     place, within = tl.arange(0, block_rows), column < width
     row = tl.program_id(1) * tile_rows + place
     real = (place < tile_rows) & (row < rows)
-    v_rows = v + (row.to(tl.int64) * parts * slices + index) * rank_stride
     y_rows = y + row.to(tl.int64)[:, None] * y_stride + (index * width + column)[None, :]
     of_layer = layer * layer_stride + (first_linear + index) * 3
     count = tl.sum(real.to(tl.int32), 0)
@@ -226,7 +238,15 @@ def _expand(
         entry = table + tl.maximum(slot, 0) * slot_stride + of_layer
         rank = tl.where(slot < 0, 0, tl.load(entry + 2)).to(tl.int32)
         if rank > 0:
-            b = arena + tl.multiple_of(tl.load(entry + 1), 16) + expert * rank * width
+            made = row
+            if gathered:
+                of_tokens = mine & (tl.load(entry) % 2 == 1)
+                first_pair = tl.load(pairs + row, mask=of_tokens, other=0) // per_token * per_token
+                made = tl.load(row_of + first_pair, mask=of_tokens, other=0)
+                made = tl.where(of_tokens, made, row)
+            made_by = index - has_preceding_a(entry, index).to(tl.int32)
+            v_rows = v + (made.to(tl.int64) * parts * slices + made_by) * rank_stride
+            b = matrix_at(arena, tl.load(entry + 1), expert, rank * width)
             total = tl.zeros((block_rows, block_out), tl.float32)
             for first in range(0, rank, block_rank):
                 k = first + tl.arange(0, block_rank)
@@ -247,5 +267,5 @@ def _expand(
                     weight = weight.to(tl.float32)
                 total = tl.dot(shrunk, weight, total, input_precision=precision)
             kept = mine[:, None] & within[None, :]
-            made = tl.load(y_rows, mask=kept, other=0.0).to(tl.float32) + total
-            tl.store(y_rows, made.to(y.dtype.element_ty), mask=kept)
+            total += tl.load(y_rows, mask=kept, other=0.0).to(tl.float32)
+            tl.store(y_rows, total.to(y.dtype.element_ty), mask=kept)

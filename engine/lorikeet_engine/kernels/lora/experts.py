@@ -1,7 +1,8 @@
 """LoRA of the matrix products of a layer's experts. Rows are sorted by expert (kernels/moe).
 
-An adapter has its own A and B for each expert. Within the rows of one expert, the rows of one
-adapter are neighbours: a run of rows, as a segment is a run of tokens in other linears.
+An adapter has an A and B for each expert, or one of either for all experts. Within the rows of one
+expert, the rows of one adapter are neighbours: a run of rows, as a segment is a run of tokens in
+other linears.
 """
 
 from importlib import import_module
@@ -51,8 +52,8 @@ def add_expert_lora(
     experts: LoRA work of the layer's experts; None adds nothing
 
     In the arena, an expert's A starts rank · d_in elements after the previous expert's A, and an
-    expert's B rank · d_out elements after the previous expert's B. Sums are float32; rows without
-    an adapter keep their y. Raises ShapeError.
+    expert's B rank · d_out elements after the previous expert's B; a matrix that all experts share
+    is there once. Sums are float32; rows without an adapter keep their y. Raises ShapeError.
     """
     if experts is None:
         return

@@ -153,13 +153,22 @@ def add_expert_lora(
             continue
         inputs = x[routed.pairs[rows] // routed.per_token if gathered else rows].float()
         for s, linear in enumerate(group.linears):
-            a_start, b_start, rank = weights.table[slot, layer, linear].tolist()
-            in_a, in_b = rank * group.d_in, rank * group.d_outs[s]
-            a_start, b_start = a_start + expert * in_a, b_start + expert * in_b
-            a = weights.arena[a_start : a_start + in_a].view(rank, group.d_in)
-            b = weights.arena[b_start : b_start + in_b].view(rank, group.d_outs[s])
+            a_place, b_place, rank = weights.table[slot, layer, linear].tolist()
+            a = _expert_matrix(weights, a_place, expert, rank, group.d_in)
+            b = _expert_matrix(weights, b_place, expert, rank, group.d_outs[s])
             column = sum(group.d_outs[:s])
             y[rows, column : column + group.d_outs[s]] += inputs @ a.float().T @ b.float()
+
+
+def _expert_matrix(
+    weights: LoraWeights, place: int, expert: int, rank: int, width: int
+) -> torch.Tensor:
+    """Return an expert's matrix [rank, width].
+
+    place: where the matrices begin, as LoraWeights.table has it: odd if there is one for all.
+    """
+    start = place - 1 if place % 2 else place + expert * rank * width
+    return weights.arena[start : start + rank * width].view(rank, width)
 
 
 def shrink(

@@ -19,6 +19,8 @@ class LoraWeights:
     table [slots, layers + 1, modules, 3] int64: for each slot, layer and linear, where A begins in
         the arena, where B begins, and the rank. A and B begin at multiples of 16 elements. Rank 0:
         the adapter does not change this linear. BaseShape defines the order of layers and modules.
+        Of experts, the matrices follow one another; a number one higher than a multiple of 16 is
+        the place of a matrix that all experts share.
 
     Trained embedding and head rows, which replace the base model's, are stored in the same way: A
     holds the rows [tokens, hidden], B [tokens, 3] the tokens' ids in base 256, lowest digit first,

@@ -17,6 +17,7 @@ import triton.language as tl
 
 from lorikeet_engine.kernels import delta_net
 from lorikeet_engine.kernels.delta_net import Decodes, Heads, Prefills, Ring
+from lorikeet_engine.kernels.delta_net.checked_output import checked_output
 from lorikeet_engine.kernels.delta_net.gates import softplus
 from lorikeet_engine.kernels.delta_net.ring import add_tokens, empty
 from lorikeet_engine.kernels.lora.types import LoraDelta
@@ -41,13 +42,13 @@ def decode_scan(
     ring: Ring | None = None,
 ) -> torch.Tensor:
     """See kernels.mamba."""
-    _check(xbc, dt, states, heads, lora)
-    y = _output(xbc, heads) if out is None else out
+    assert fits_gpu(heads), heads
+    y = checked_output(xbc, dt, states, heads, lora, out)
     values, entries = gcd(_DECODED, heads.value_dim), 0 if ring is None else ring.decays.shape[2]
     _decode_scan[(heads.value_dim // values, heads.value_heads, len(decodes.slots))](
         xbc, dt, *operands(lora), scan.a_log, scan.dt_bias, scan.d, states, decodes.slots,
         decodes.tokens, *(ring or _NO_RING), y, *scan.time_limits, xbc.stride(0), dt.stride(0),
-        states.stride(0), *_sizes(heads), entries, values,
+        states.stride(0), *heads.sizes, entries, values,
     )  # fmt: skip
     return y
 
@@ -64,36 +65,17 @@ def prefill_scan(
     ring: Ring | None = None,
 ) -> torch.Tensor:
     """See kernels.mamba."""
-    _check(xbc, dt, states, heads, lora)
-    y = _output(xbc, heads) if out is None else out
+    assert fits_gpu(heads), heads
+    y = checked_output(xbc, dt, states, heads, lora, out)
     values, entries = gcd(_VALUES, heads.value_dim), 0 if ring is None else ring.decays.shape[2]
     wide = xbc.dtype == torch.float32
     _prefill_scan[(heads.value_dim // values, heads.value_heads, len(prefills.slots))](
         xbc, dt, *operands(lora), scan.a_log, scan.dt_bias, scan.d, states, prefills.slots,
         prefills.starts, prefills.ends, prefills.first_chunks, prefills.saves,
         *(ring or _NO_RING), y, *scan.time_limits, xbc.stride(0), dt.stride(0), states.stride(0),
-        *_sizes(heads), entries, values, 1 if wide else 2, "tf32x3" if wide else "tf32",
+        *heads.sizes, entries, values, 1 if wide else 2, "tf32x3" if wide else "tf32",
     )  # fmt: skip
     return y
-
-
-def _output(xbc: torch.Tensor, heads: Heads) -> torch.Tensor:
-    return xbc.new_empty((len(xbc), heads.value_heads, heads.value_dim))
-
-
-def _check(
-    xbc: torch.Tensor, dt: torch.Tensor, states: torch.Tensor, heads: Heads, lora: LoraDelta | None
-) -> None:
-    assert fits_gpu(heads), heads
-    assert xbc.shape[1] == sum(heads.widths), xbc.shape
-    assert (xbc.stride(1), dt.stride(1)) == (1, 1), (xbc.stride(), dt.stride())
-    assert states.shape[1:] == (heads.value_heads, heads.value_dim, heads.key_dim), states.shape
-    assert states[0].is_contiguous(), states.stride()
-    assert lora is None or lora.rows.stride() == dt.stride(), lora.rows.stride()
-
-
-def _sizes(heads: Heads) -> tuple[int, int, int, int]:
-    return heads.key_heads, heads.value_heads, heads.key_dim, heads.value_dim
 
 
 @triton.jit  # type: ignore[untyped-decorator]

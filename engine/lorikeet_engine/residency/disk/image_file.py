@@ -1,9 +1,9 @@
 """The file format of an adapter's image on the disk, so that a blob is packed only once.
 
 A safetensors file with one tensor, `image`. The metadata holds the file's name, all that determines
-the layout (the ranks of PackedLayout.rows and the linears that share A), and each layer's checksum
-(checksums.py). The name contains a fingerprint of all that the image depends on, so no process
-reads an image for another model, dtype or number of GPUs.
+the layout (the ranks of PackedLayout.rows, the linears that share A, and the matrices that experts
+share), and each layer's checksum (checksums.py). The name contains a fingerprint of all that the
+image depends on, so no process reads an image for another model, dtype or number of GPUs.
 """
 
 import hashlib
@@ -29,7 +29,7 @@ from lorikeet_engine.residency.workers import Workers
 log = logging.getLogger(__name__)
 
 # Increase with every change to the format, or to the result of `pack` or PackedLayout.
-_VERSION = 5
+_VERSION = 6
 _DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
 
@@ -55,7 +55,11 @@ def write_image(path: Path, name: str, image: PackedImage) -> None:
     layout, elements, sums = image
     ranks, width = layout.rows[..., 2].flatten().tolist(), layout.rows.shape[1]
     shared = sorted(layer * width + linear for layer, linear in layout.shared_a)
-    texts = {"ranks": _text(ranks), "shared_a": _text(shared), "sums": _text(sums)}
+    outer = sorted(
+        (layer * width + linear) * 2 + side for layer, linear, side in layout.shared_outer
+    )
+    texts = {"ranks": _text(ranks), "sums": _text(sums)}
+    texts |= {"shared_a": _text(shared), "shared_outer": _text(outer)}
     header = {
         "__metadata__": {"name": name, **texts},
         "image": {
@@ -91,13 +95,16 @@ class ImageFile:
         """
         header = read_header(path)
         image, facts = header.tensors.get("image"), header.metadata
-        ranks, shared, sums = (facts.get(key) for key in ("ranks", "shared_a", "sums"))
+        ranks, shared, outer, sums = (
+            facts.get(key) for key in ("ranks", "shared_a", "shared_outer", "sums")
+        )
         if facts.get("name") != path.name or image is None:
             raise _damaged(path)
-        if ranks is None or shared is None or sums is None:
+        if ranks is None or shared is None or outer is None or sums is None:
             raise _damaged(path)
         table = _table(ranks, shape, path)
-        layout = PackedLayout.of_ranks(table, shape, world, _shared(shared, table, path))
+        sets = _shared(shared, table, path), _shared_outer(outer, shape, path)
+        layout = PackedLayout.of_ranks(table, shape, world, *sets)
         if image.shape != (layout.image_elements,):
             raise _damaged(path)
         return cls(path, layout, image.begin, sums)
@@ -151,6 +158,24 @@ def _shared(
     if any(linear == 0 for _, linear in shared):
         raise _damaged(path)
     return shared
+
+
+def _shared_outer(text: str, shape: BaseShape, path: Path) -> frozenset[tuple[int, int, int]]:
+    """Parse, from an image file's metadata, the set of matrices that all experts share, each as
+    (layer, linear, side).
+
+    text: indices of the matrices, A before B of each linear, separated by spaces.
+    path: the file, named in errors.
+    """
+    places, width = text.split(), len(shape.modules)
+    if not all(map(str.isdecimal, places)):
+        raise _damaged(path)
+    found = frozenset((at // 2 // width, at // 2 % width, at % 2) for at in map(int, places))
+    if not all(
+        layer < shape.layers and shape.modules[linear].of_experts for layer, linear, _ in found
+    ):
+        raise _damaged(path)
+    return found
 
 
 def _damaged(path: Path) -> AdapterRejected:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from lorikeet import file_store, response_store
+from lorikeet import batch_store, file_store, response_store
 from lorikeet.catalog.garbage_collection import GarbageCollector
 from lorikeet.catalog.reader import CatalogReader
 from lorikeet.catalog.store.object_store import open_store
@@ -29,11 +29,11 @@ def gc(
 ) -> None:
     """Delete unneeded objects from the catalog's store.
 
-    It deletes blobs of no version, abandoned uploads, old snapshots, expired files and, if
-    LORIKEET_RESPONSES_LIFETIME_H is set, older stored responses. A version retired longer ago than
-    --grace-days loses its blob and cannot be restored. It also joins the usage of each finished day
-    into one object. Run it once a day, with the service's LORIKEET_CATALOG and credentials that may
-    delete there.
+    It deletes blobs of no version, abandoned uploads, old snapshots, expired files, batches older
+    than 60 days and, if LORIKEET_RESPONSES_LIFETIME_H is set, older stored responses. A version
+    retired longer ago than --grace-days loses its blob and cannot be restored. It also joins the
+    usage of each finished day into one object. Run it once a day, with the service's
+    LORIKEET_CATALOG and credentials that may delete there.
 
     Example: `LORIKEET_CATALOG=s3://my-bucket/lorikeet lorikeet gc --dry-run`
     """
@@ -45,6 +45,7 @@ def gc(
     if settings.responses_lifetime_h is not None:
         lifetime_s = settings.responses_lifetime_h * _HOUR_S
         found += response_store.clean_up(catalog.store, lifetime_s, time.time(), dry_run=dry_run)
+    found += batch_store.clean_up(catalog.store, time.time(), dry_run=dry_run)
     found += file_store.clean_up(catalog.store, time.time(), dry_run=dry_run)
     total = sum(one.size_bytes for one in found)
     if as_json:

@@ -1,6 +1,5 @@
 """Smoke tests: answers of an adapter to a few prompts, compared with the base model's."""
 
-import asyncio
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, NamedTuple
 
@@ -12,9 +11,9 @@ from lorikeet.catalog.records import AdapterRecord
 from lorikeet.errors import InvalidInput, Unavailable, UnknownModel
 from lorikeet.gateway.body import Body, json_body
 from lorikeet.gateway.catalog_view import GatewayCatalogView
-from lorikeet.gateway.error_responses import Refused
+from lorikeet.gateway.replica_tests import result_of
 from lorikeet.gateway.services import Services
-from lorikeet.protocol.messages import Continuation, Refusal, SmokeResult, SmokeTest
+from lorikeet.protocol.messages import Continuation, SmokeResult, SmokeTest
 from lorikeet.request_defaults import RequestDefaults
 from lorikeet_engine.adapter import AdapterRef
 
@@ -106,17 +105,8 @@ async def smoke_test(
     context = services.engines.max_context(base_model)
     encoded = await services.encoders.encode_turns(base_model, prompts, context, defaults)
     test = SmokeTest(request_id, adapter, encoded, max_tokens)
-    try:
-        async with asyncio.timeout(services.first_item_timeout_s):
-            result = await services.engines.smoke(base_model, test)
-    except TimeoutError as error:
-        raise Unavailable(
-            f"no replica of {base_model} tried {adapter} within "
-            f"{services.first_item_timeout_s:g} s: see `lorikeet status`, then try again"
-        ) from error
-    if isinstance(result, Refusal):
-        raise Refused(result)
-    return smoke_report(prompts, result)
+    answers = services.engines.smoke(base_model, test)
+    return smoke_report(prompts, await result_of(services, base_model, f"tried {adapter}", answers))
 
 
 def smoke_report(prompts: Sequence[str], result: SmokeResult) -> dict[str, Any]:

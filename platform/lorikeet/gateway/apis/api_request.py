@@ -99,6 +99,11 @@ class ApiRequest(Body):
         """Return a function that converts an answer's body for the client; None: sent as it is."""
         return None
 
+    @property
+    def is_flex(self) -> bool:
+        """Whether the request asks to be served with what others leave: service_tier "flex"."""
+        return getattr(self, "service_tier", None) == "flex"
+
     @abstractmethod
     def to_call(self, context: CallContext) -> Call:
         """Return the request as a Call."""

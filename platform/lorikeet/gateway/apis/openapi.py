@@ -14,6 +14,7 @@ from starlette.responses import Response
 
 from lorikeet.error_shapes import MESSAGES, TINKER
 from lorikeet.gateway.apis.anthropic_request import CountTokensRequest, MessagesRequest
+from lorikeet.gateway.apis.batch_request import BatchRequest
 from lorikeet.gateway.apis.chat_request import ChatRequest
 from lorikeet.gateway.apis.completion_request import CompletionRequest
 from lorikeet.gateway.apis.pool_request import ClassifyRequest, PoolingRequest, ScoreRequest
@@ -42,7 +43,7 @@ from lorikeet.gateway.vllm.requests import (
 _REF = "#/components/schemas/{model}"
 _REQUESTS = (
     *(ChatRequest, CompletionRequest, ResponsesRequest, InputTokensRequest),
-    *(MessagesRequest, CountTokensRequest),
+    *(MessagesRequest, CountTokensRequest, BatchRequest),
     *(ClassifyRequest, ScoreRequest, PoolingRequest),
     *(LoadRequest, SkyrlLoadRequest, UnloadRequest, TokenizeRequest, DetokenizeRequest),
     *(tinker.SamplingSessionRequest, tinker.WeightsInfoRequest),
@@ -115,6 +116,7 @@ def document(*, with_vllm: bool = False, with_tinker: bool = False) -> dict[str,
             **_generating(),
             **_stored_responses(),
             **_files(),
+            **_batches(),
             "/v1/models": _get("list_models", "List models"),
             "/v1/models/{model}": _get(
                 "get_model",
@@ -215,6 +217,20 @@ def _files() -> dict[str, Any]:
         "/v1/files": listed | {"post": upload},
         one: get | {"delete": delete["get"]},
         f"{one}/content": content,
+    }
+
+
+def _batches() -> dict[str, Any]:
+    batch_id = _path("batch_id", "a batch's id, batch_ and 24 hexadecimal digits")
+    cancel = _get("cancel_batch", "Cancel a batch", batch_id)["get"]
+    cancel["responses"] |= _responses(_JSON, {"409": "The batch has ended."})
+    return {
+        "/v1/batches": {
+            **_get("list_batches", "List batches, the newest first", *_page("batches")[:2]),
+            **_generate("Run the requests of a file", "BatchRequest", _JSON),
+        },
+        "/v1/batches/{batch_id}": _get("get_batch", "Look up a batch", batch_id),
+        "/v1/batches/{batch_id}/cancel": {"post": cancel},
     }
 
 

@@ -192,7 +192,7 @@ class ResponsesRequest(IgnoredFields, SampledRequest):
             context,
             format_param="text.format",
             endpoint=Endpoint.RESPONSES,
-            request_fields=self.repeated(context.stores),
+            request_fields=self.repeated(context.stores, context.scheduling.background),
             left_out=left_out(self.tools),
         )
 
@@ -222,11 +222,12 @@ class ResponsesRequest(IgnoredFields, SampledRequest):
             chat_template_kwargs=self.chat_template_kwargs,
         )
 
-    def repeated(self, stored: bool) -> bytes:
+    def repeated(self, stored: bool, flex: bool) -> bytes:
         """Return the fields of the request that its answer repeats, as JSON members without outer
         braces.
 
         stored: value of the answer's member `store`.
+        flex: whether the request is served with what others leave.
         """
         members = {
             "background": False,
@@ -239,7 +240,7 @@ class ResponsesRequest(IgnoredFields, SampledRequest):
             "prompt_cache_key": self.prompt_cache_key,
             "reasoning": {"effort": self.reasoning.effort, "summary": self.reasoning.summary},
             "safety_identifier": self.safety_identifier,
-            "service_tier": "default",
+            "service_tier": "flex" if flex else "default",
             "store": stored,
             "temperature": self.temperature,
             "text": self.text.model_dump(by_alias=True, exclude_none=True),

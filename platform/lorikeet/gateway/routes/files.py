@@ -19,7 +19,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from lorikeet.errors import InvalidInput, NotFound, RateLimited, StoreError, UnsupportedParameter
-from lorikeet.file_store import LIFETIME_S, FileStore, Order, StoredFile
+from lorikeet.file_store import LIFETIME_S, SHORTEST_S, FileStore, Order, StoredFile
 from lorikeet.gateway.body import bounded_parts, timed_parts
 from lorikeet.gateway.reads import TenantReads
 from lorikeet.retry_after import FULL_GATEWAY_S
@@ -29,8 +29,6 @@ Json = dict[str, Any]
 
 MAX_FILE_BYTES = 200 * 2**20
 """Size limit of an uploaded file, as OpenAI's of a batch."""
-SHORTEST_S = 3600
-"""Shortest lifetime of a file, seconds."""
 MAX_TRANSFERS = 4
 """Limit on the uploads and downloads of one tenant at once in a gateway: each takes disk space."""
 _FORM_BYTES = 2**16  # what a form may hold beside its file

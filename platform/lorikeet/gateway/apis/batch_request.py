@@ -1,0 +1,32 @@
+"""Request that makes a batch: POST /v1/batches."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from lorikeet.file_store import LIFETIME_S, SHORTEST_S
+from lorikeet.gateway.apis.fields import Metadata
+from lorikeet.gateway.body import Body
+
+
+class ExpiresAfter(Body):
+    """Lifetime of a batch's output, from its creation."""
+
+    anchor: Literal["created_at"]
+    seconds: Annotated[int, Field(ge=SHORTEST_S, le=LIFETIME_S)]
+
+
+class BatchRequest(Body):
+    """Request of POST /v1/batches.
+
+    input_file_id: uploaded file with the requests, one a line.
+    endpoint: path that all requests ask.
+    completion_window: time after which unanswered requests expire.
+    metadata: the client's own key-value pairs, shown with the batch.
+    """
+
+    input_file_id: Annotated[str, Field(max_length=256)]
+    endpoint: Annotated[str, Field(max_length=256)]
+    completion_window: Literal["24h"]
+    metadata: Metadata | None = None
+    output_expires_after: ExpiresAfter | None = None

@@ -1,0 +1,5 @@
+"""Batches in a gateway: a scan for batches to run, and the run of each of them.
+
+lines.py reads and checks the input, line_answers.py answers a line as any request is answered,
+runner.py runs batches. batch_store.py has the objects in the store, routes/batches.py the routes.
+"""

@@ -1,0 +1,120 @@
+"""Lines of a batch's input: JSON objects, each a request with an id of the client's own."""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+from lorikeet.gateway.body import MAX_JSON_BYTES
+
+MAX_LINES = 50_000
+"""Limit on the requests of one batch, as OpenAI's."""
+MAX_LINE_BYTES = MAX_JSON_BYTES
+"""Limit on the bytes of one line: that on the body of a request."""
+MAX_ERRORS = 100
+"""Number of errors at which the check of an input stops."""
+MAX_ID_LENGTH = 512
+
+Json = dict[str, Any]
+
+
+class Line(NamedTuple):
+    """One request of a batch.
+
+    number: place of the line among the requests, from 0.
+    body: JSON body of the request.
+    """
+
+    number: int
+    custom_id: str
+    body: bytes
+
+
+def read_lines(path: Path) -> Iterator[Line]:
+    """Yield the requests of an input that has passed `check_lines`."""
+    with path.open("rb") as file:
+        for index, (_, text) in enumerate(_texts(file)):
+            line = json.loads(text)
+            yield Line(index, line["custom_id"], json.dumps(line["body"]).encode())
+
+
+def check_lines(path: Path, endpoint: str) -> tuple[int, list[Json]]:
+    """Check the requests of an input, with one line in memory at a time.
+
+    endpoint: path to which all requests must go.
+
+    Return the number of requests, and errors in OpenAI's shape; a batch with errors must not run.
+    """
+    errors: list[Json] = []
+    ids, count = set[bytes](), 0  # digests, as ids may be long
+    with path.open("rb") as file:
+        for number, text in _texts(file):
+            count += 1
+            if count > MAX_LINES:
+                many = f"the file has more than {MAX_LINES} requests: make several batches of it"
+                return count, [*errors, error_json("too_many_requests", many, None, number)]
+            error = _check(text, endpoint, ids)
+            if error is not None:
+                errors.append(error_json(*error, number))
+                if len(errors) == MAX_ERRORS:
+                    return count, errors
+    if not count:
+        errors.append(error_json("empty_file", "the file has no requests", None, None))
+    return count, errors
+
+
+def _texts(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
+    """Yield the lines that are not blank, each with its number from 1. Of a line that is too long
+    only the beginning is yielded.
+    """
+    number = 0
+    while text := file.readline(MAX_LINE_BYTES + 1):
+        number += 1
+        rest = text
+        while len(rest) > MAX_LINE_BYTES and not rest.endswith(b"\n"):
+            rest = file.readline(MAX_LINE_BYTES + 1)
+        if text.strip():
+            yield number, text
+
+
+def _check(text: bytes, endpoint: str, ids: set[bytes]) -> tuple[str, str, str | None] | None:
+    """Return code, message and field of a line's first error, None if it has none; add the line's
+    custom_id to `ids`.
+    """
+    if len(text) > MAX_LINE_BYTES:
+        return "line_too_long", f"the line is longer than {MAX_LINE_BYTES} bytes", None
+    try:
+        line = json.loads(text)
+        json.dumps(line, allow_nan=False).encode()
+    except (ValueError, RecursionError):
+        return "invalid_json_line", "the line is not valid JSON in UTF-8", None
+    if not isinstance(line, dict):
+        return "invalid_json_line", "the line is not a JSON object", None
+    custom_id = line.get("custom_id")
+    if not isinstance(custom_id, str) or not 0 < len(custom_id) <= MAX_ID_LENGTH:
+        want = f"custom_id: want a text of 1 to {MAX_ID_LENGTH} characters"
+        return "missing_required_parameter", want, "custom_id"
+    digest = hashlib.sha256(custom_id.encode("utf-8", "surrogatepass")).digest()[:16]
+    if digest in ids:
+        return "duplicate_custom_id", "custom_id: an earlier line has the same", "custom_id"
+    ids.add(digest)
+    if line.get("method") != "POST":
+        return "invalid_method", "method: want POST", "method"
+    if line.get("url") != endpoint:
+        return "mismatched_url", f"url: want {endpoint}, the batch's endpoint", "url"
+    body = line.get("body")
+    if not isinstance(body, dict):
+        return "missing_required_parameter", "body: want an object, the request's body", "body"
+    if body.get("stream"):
+        return "invalid_request", "body.stream: answers of a batch are not streamed", "body.stream"
+    return None
+
+
+def error_json(code: str, message: str, param: str | None, line: int | None) -> Json:
+    """Return an error of a batch's input in OpenAI's shape.
+
+    param: field at fault; None: no single field.
+    line: number of the line in the file, from 1; None: no single line.
+    """
+    return {"code": code, "message": message, "param": param, "line": line}

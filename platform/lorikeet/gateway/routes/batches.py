@@ -1,0 +1,130 @@
+"""Batches of tenants, in the shape of OpenAI's API: /v1/batches."""
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query, Request
+
+from lorikeet.batch_store import WINDOW_S, BatchRecord, BatchStore
+from lorikeet.errors import (
+    Forbidden,
+    InvalidInput,
+    NotFound,
+    RateLimited,
+    UnknownKey,
+    UnsupportedParameter,
+)
+from lorikeet.file_store import LIFETIME_S, FileStore, sortable_id
+from lorikeet.gateway.apis.batch_request import BatchRequest
+from lorikeet.gateway.auth import RequestAuthenticator
+from lorikeet.gateway.batches.runner import BatchRunner
+from lorikeet.gateway.body import read_json
+from lorikeet.gateway.generate import BATCH_ENDPOINTS
+from lorikeet.gateway.reads import TenantReads
+from lorikeet.gateway.routes.files import StoredFiles, list_json
+
+Json = dict[str, Any]
+
+_READS = 5
+"""Number of reads that a request for a batch costs, for the requests to the store."""
+_BATCHES_OF_READ = 4
+"""Number of listed batches that cost one more read."""
+_FULL_S = 60.0
+
+
+def batch_routes(
+    authenticator: RequestAuthenticator,
+    reads: TenantReads,
+    files: StoredFiles,
+    batches: BatchStore | None,
+    runner: BatchRunner | None,
+) -> APIRouter:
+    """Return the routes of batches. Each call counts as several reads.
+
+    batches: store of batches; None: files and batches are off, and each call says so.
+    runner: loop that runs batches in this gateway; None as `batches`.
+    """
+    router = APIRouter(prefix="/v1/batches")
+
+    def store() -> BatchStore:
+        assert batches is not None, "files.call has raised"
+        return batches
+
+    def wake() -> None:
+        if runner is not None:
+            runner.wake()
+
+    @router.post("")
+    async def create_batch(request: Request) -> Json:
+        async with reads.admitted(request, _READS) as caller:
+            tenant, key_id = caller.tenant.name, caller.key.id
+            try:
+                await authenticator.caller_of_batch(key_id)
+            except UnknownKey:
+                raise Forbidden("a token ends before a batch does: make it with a key") from None
+            body = await read_json(request, BatchRequest)
+            made = await files.call(lambda kept: _create(store(), kept, tenant, key_id, body))
+        wake()
+        return made
+
+    @router.get("")
+    async def list_batches(
+        request: Request,
+        limit: Annotated[int, Query(ge=1, le=100)] = 20,
+        after: str | None = None,
+    ) -> Json:
+        async with reads.admitted(request, _READS + limit / _BATCHES_OF_READ) as caller:
+            tenant = caller.tenant.name
+            page, more = await files.call(lambda _: store().page(tenant, limit, after))
+            return list_json(page, more)
+
+    @router.get("/{batch_id}")
+    async def get_batch(request: Request, batch_id: str) -> Json:
+        async with reads.admitted(request, _READS) as caller:
+            return await files.call(lambda _: store().json(caller.tenant.name, batch_id))
+
+    @router.post("/{batch_id}/cancel")
+    async def cancel_batch(request: Request, batch_id: str) -> Json:
+        async with reads.admitted(request, _READS) as caller:
+            shown = await files.call(lambda _: store().cancel(caller.tenant.name, batch_id))
+        wake()
+        return shown
+
+    return router
+
+
+def _create(
+    batches: BatchStore, files: FileStore, tenant: str, key_id: str, body: BatchRequest
+) -> Json:
+    """Save a new batch and return its JSON.
+
+    Raises UnsupportedParameter for another endpoint, InvalidInput for another file than an upload,
+    RateLimited for too many open batches, StoreError.
+    """
+    if body.endpoint not in BATCH_ENDPOINTS:
+        problem = f"endpoint: want one of {', '.join(BATCH_ENDPOINTS)}"
+        raise UnsupportedParameter(problem, param="endpoint")
+    try:
+        if files.get(tenant, body.input_file_id).purpose != "batch":
+            raise InvalidInput("input_file_id: want a file of purpose batch", param="input_file_id")
+    except NotFound as error:
+        raise NotFound(f"input_file_id: {error.message}", param="input_file_id") from None
+    if len(batches.open_batches(tenant)) >= batches.max_open:
+        raise RateLimited(
+            f"{batches.max_open} batches of this tenant have not ended, the most that it may have: "
+            "wait for one to end, or cancel one",
+            retry_after_s=_FULL_S,
+        )
+    now, after = batches.clock(), body.output_expires_after
+    batch = BatchRecord(
+        f"batch_{sortable_id(now)}",
+        tenant,
+        key_id,
+        body.endpoint,
+        body.input_file_id,
+        int(now),
+        int(now) + WINDOW_S,
+        body.metadata,
+        LIFETIME_S if after is None else after.seconds,
+    )
+    batches.create(batch)
+    return batches.json(tenant, batch.id)

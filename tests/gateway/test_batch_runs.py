@@ -1,0 +1,233 @@
+"""Runs of batches that are cut, taken over and doubled: the output has each line once."""
+
+import asyncio
+import json
+import time
+from collections import Counter
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import pytest
+from starlette.types import Receive, Scope, Send
+
+from lorikeet.batch_store import ENDED, OPEN, RUNS, WINDOW_S, BatchRecord, BatchStore
+from lorikeet.catalog.store.local import LocalStore
+from lorikeet.catalog.store.object_store import ObjectStore, open_store
+from lorikeet.file_store import FileStore
+from lorikeet.gateway.batches import runner
+from lorikeet.gateway.batches.runner import BatchRunner
+
+CHAT = "/v1/chat/completions"
+LINES = 200
+
+
+def in_loop(test: Callable[..., Any]) -> Callable[..., None]:
+    """Run a test in an event loop."""
+
+    @wraps(test)
+    def run(*given: Any, **named: Any) -> None:
+        asyncio.run(test(*given, **named))
+
+    return run
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "SCAN_S", 0.05)
+    monkeypatch.setattr(runner, "WATCH_S", 0.1)
+    monkeypatch.setattr(runner, "DEAD_S", 0.4)
+    monkeypatch.setattr(runner, "FLUSH_S", 0.02)
+
+
+@pytest.fixture(params=["folder", "bucket"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> ObjectStore:
+    if request.param == "folder":
+        return LocalStore(tmp_path / "store")
+    url = request.getfixturevalue("s3_bucket")
+    return open_store(f"{url}/{time.time_ns()}")
+
+
+class Service:
+    """An application that answers each line with its own text, and counts the lines."""
+
+    def __init__(self, answer_s: float = 0.01) -> None:
+        self.answer_s, self.answered, self.running = answer_s, Counter[str](), 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        body = (await receive())["body"]
+        self.running += 1
+        try:
+            await asyncio.sleep(self.answer_s)
+        finally:
+            self.running -= 1
+        self.answered[json.loads(body)["text"]] += 1
+        headers = [(b"x-request-id", b"r")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+
+def stores(store: ObjectStore) -> tuple[BatchStore, FileStore]:
+    return BatchStore(store, 9, time.time), FileStore(store, 10**9, time.time)
+
+
+def make(store: ObjectStore, folder: Path, tenant: str = "acme", count: int = LINES) -> BatchRecord:
+    batches, files = stores(store)
+    path = folder / "in"
+    requests = [
+        {"custom_id": str(n), "method": "POST", "url": CHAT, "body": {"text": str(n)}}
+        for n in range(count)
+    ]
+    path.write_text("\n".join(map(json.dumps, requests)))
+    file = files.add(tenant, path, "in.jsonl", 3600)
+    now = int(time.time())
+    batch = BatchRecord(
+        f"batch_{file.id[5:]}", tenant, "key", CHAT, file.id, now, now + WINDOW_S, None, 3600
+    )
+    batches.create(batch)
+    return batch
+
+
+def run(store: ObjectStore, service: Service) -> "asyncio.Task[Any]":
+    return asyncio.create_task(BatchRunner(*stores(store), service, 16).run())
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(60):
+        while not await asyncio.to_thread(condition):
+            await asyncio.sleep(0.02)
+
+
+async def end(*tasks: "asyncio.Task[Any]") -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def outputs(store: ObjectStore, batch: BatchRecord, folder: Path) -> list[str]:
+    batches, files = stores(store)
+    shown = batches.json(batch.tenant, batch.id)
+    assert shown["status"] == "completed"
+    files.download(batch.tenant, shown["output_file_id"], folder / "out")
+    results = [json.loads(line) for line in (folder / "out").read_text().splitlines()]
+    assert all(each["response"]["body"]["text"] == each["custom_id"] for each in results)
+    return sorted((each["custom_id"] for each in results), key=int)
+
+
+ALL = [str(number) for number in range(LINES)]
+
+
+@in_loop
+async def test_another_gateway_goes_on_after_a_kill(
+    store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch, service, batches = make(store, tmp_path), Service(0.05), stores(store)[0]
+
+    async def die(self: Any) -> None:
+        """Lose the results since the last part, as a killed process does."""
+
+    first = run(store, service)
+    await until(lambda: batches.json("acme", batch.id)["request_counts"]["completed"] > 20)
+    with monkeypatch.context() as patched:
+        patched.setattr(runner._Run, "_commit", die)
+        await end(first)
+    committed = {result.number for result in batches.results(batch)}
+    assert 20 < len(committed) < LINES
+    before = service.answered.copy()
+    second = run(store, service)
+    await until(lambda: batches.mark(batch, ENDED))
+    await end(second)
+    again = service.answered - before
+    assert not again.keys() & set(map(str, committed)), "lines of parts are not answered again"
+    assert outputs(store, batch, tmp_path) == ALL
+
+
+@in_loop
+async def test_a_gateway_that_ends_in_order_commits_what_it_has_answered(
+    store: ObjectStore, tmp_path: Path
+) -> None:
+    batch, service, batches = make(store, tmp_path), Service(0.05), stores(store)[0]
+    first = run(store, service)
+    await until(lambda: service.answered.total() > 30)
+    await end(first)
+    committed = {str(result.number) for result in batches.results(batch)}
+    assert committed == service.answered.keys()
+    await end(first)
+
+
+@in_loop
+async def test_two_runs_at_once_put_no_line_into_the_output_twice(
+    store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first gateway counts as dead but goes on, as after a pause of its machine."""
+    batch, service, batches = make(store, tmp_path), Service(0.05), stores(store)[0]
+    monkeypatch.setattr(BatchStore, "renew", lambda *_: True)  # nobody renews, nobody gives up
+    tasks = run(store, service), run(store, service)
+    await until(lambda: batches.mark(batch, ENDED))
+    await asyncio.sleep(0.5)
+    await end(*tasks)
+    assert service.answered.total() > LINES, "some lines were answered by both"
+    assert outputs(store, batch, tmp_path) == ALL
+
+
+@in_loop
+async def test_a_gateway_stops_when_another_has_taken_its_batch(
+    store: ObjectStore, tmp_path: Path
+) -> None:
+    batch, service, batches = make(store, tmp_path), Service(1000.0), stores(store)[0]
+    first = run(store, service)
+    await until(lambda: service.running == 16)
+    assert batches.claim("acme", batch.id, batches.last_lease("acme", batch.id)) == 2
+    await until(lambda: batches.renew(batch, 2) and not service.running)
+    await end(first)
+    second = run(store, Service())
+    await until(lambda: batches.mark(batch, ENDED))
+    await end(first, second)
+    assert outputs(store, batch, tmp_path) == ALL
+
+
+@in_loop
+async def test_a_cut_end_is_made_again(
+    store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch, service = make(store, tmp_path), Service()
+    tried = Counter[str]()
+
+    def cut(self: BatchStore, *given: Any, **said: Any) -> None:
+        tried["end"] += 1
+        raise SystemError("killed")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(BatchStore, "end", cut)
+        first = run(store, service)
+        await until(lambda: tried["end"])
+        await end(first)
+    second = run(store, service)
+    await until(lambda: not store.first(OPEN))
+    await end(second)
+    assert outputs(store, batch, tmp_path) == ALL
+    assert service.answered.total() == LINES
+    assert not store.first(f"{RUNS}acme/{batch.id}/part-")
+
+
+@in_loop
+async def test_batches_of_several_tenants_run_side_by_side(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path / "store")
+    made = [make(store, tmp_path, tenant, 30) for tenant in ("acme", "globex", "initech")]
+    batches, task = stores(store)[0], run(store, Service(0.1))
+    await until(lambda: all(batches.mark(batch, "validated") for batch in made))
+    assert not any(batches.mark(batch, ENDED) for batch in made)
+    await until(lambda: all(batches.mark(batch, ENDED) for batch in made))
+    await end(task)
+
+
+@in_loop
+async def test_bytes_in_flight_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, service = LocalStore(tmp_path / "store"), Service(0.01)
+    batch = make(store, tmp_path, count=50)
+    monkeypatch.setattr(runner, "MAX_PENDING_BYTES", 1)
+    task = run(store, service)
+    await until(lambda: stores(store)[0].mark(batch, ENDED))
+    await end(task)
+    assert service.answered.total() == 50

@@ -1,0 +1,409 @@
+"""Batches by OpenAI's client: run, failed, cancelled, expired, and taken over by other gateways."""
+
+import asyncio
+import json
+import random
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from lorikeet.batch_store import OPEN, RUNS, WINDOW_S
+from lorikeet.catalog.records import Scope
+from lorikeet.catalog.store.local import LocalStore
+from lorikeet.errors import Overloaded, StoreError
+from lorikeet.file_store import CONTENTS
+from lorikeet.gateway.batches import lines, runner
+from lorikeet.protocol.messages import Call, Refusal
+from lorikeet.tenancy import read_limiter
+from tests.gateway.conftest import Gateway, Items, chat, repeat, serving
+from tests.gateway.official_types import validate_as
+from tests.gateway.test_files import Clock
+from tests.waiting import eventually
+
+CHAT = "/v1/chat/completions"
+ENDED = {"completed", "failed", "cancelled", "expired"}
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "SCAN_S", 0.1)
+    monkeypatch.setattr(runner, "WATCH_S", 0.1)
+    monkeypatch.setattr(runner, "DEAD_S", 0.5)
+    monkeypatch.setattr(runner, "FLUSH_S", 0.05)
+    monkeypatch.setattr(runner, "_FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr(read_limiter, "READS_PER_MIN", 10**6)
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def gateway(tmp_path: Path, clock: Clock) -> Iterator[Gateway]:
+    with serving(tmp_path, clock=clock) as running:
+        yield running
+
+
+def line(custom_id: str, body: Any = None, **more: Any) -> dict[str, Any]:
+    body = chat(content=custom_id) if body is None else body
+    return {"custom_id": custom_id, "method": "POST", "url": CHAT, "body": body} | more
+
+
+def text_of(requests: list[Any]) -> bytes:
+    return b"".join(json.dumps(request).encode() + b"\n" for request in requests)
+
+
+def make(gateway: Gateway, requests: list[Any] | bytes, **more: Any) -> Any:
+    client = gateway.openai()
+    content = requests if isinstance(requests, bytes) else text_of(requests)
+    file = client.files.create(file=("in.jsonl", content), purpose="batch")
+    more = {"endpoint": CHAT, "completion_window": "24h"} | more
+    return client.batches.create(input_file_id=file.id, **more)
+
+
+def ended(gateway: Gateway, batch: Any) -> Any:
+    batches = gateway.openai().batches
+    assert eventually(lambda: batches.retrieve(batch.id).status in ENDED, 30)
+    shown = batches.retrieve(batch.id)
+    validate_as("Batch", shown.model_dump())
+    return shown
+
+
+def read(gateway: Gateway, file_id: str) -> list[dict[str, Any]]:
+    text = gateway.openai().files.content(file_id).text
+    return [json.loads(each) for each in text.splitlines()]
+
+
+def words_of(result: dict[str, Any]) -> str:
+    text: str = result["response"]["body"]["choices"][0]["message"]["content"]
+    return text
+
+
+async def stuck(call: Call) -> Items:
+    """Replay an answer that never begins."""
+    await asyncio.Event().wait()
+    yield Refusal("internal_error", "never")
+
+
+def test_a_batch_uses_only_the_adapters_of_its_key(gateway: Gateway) -> None:
+    _, gateway.keys["acme"] = gateway.catalog.create_key(
+        "acme", {Scope.INFER}, adapters=("support",), actor="test"
+    )
+    models = ("acme/support", "tiny")
+    batch = make(gateway, [line(model, chat(model)) for model in models])
+    shown = ended(gateway, batch)
+    counts = shown.request_counts
+    assert (shown.status, counts.completed, counts.failed) == ("completed", 1, 1)
+
+
+def test_openais_client_runs_a_batch(gateway: Gateway) -> None:
+    names = [f"line {number}" for number in range(40)]
+    batch = make(gateway, [line(name) for name in names], metadata={"for": "test"})
+    validate_as("Batch", batch.model_dump())
+    assert (batch.status, batch.metadata) == ("validating", {"for": "test"})
+    assert batch.expires_at == batch.created_at + WINDOW_S
+    done = ended(gateway, batch)
+    assert done.status == "completed"
+    assert done.request_counts.model_dump() == {"total": 40, "completed": 40, "failed": 0}
+    assert done.created_at <= done.in_progress_at <= done.finalizing_at <= done.completed_at
+    assert done.error_file_id is None
+    results = read(gateway, done.output_file_id)
+    assert {each["custom_id"]: words_of(each) for each in results} == {n: n for n in names}
+    assert {each["response"]["status_code"] for each in results} == {200}
+    assert len({each["response"]["request_id"] for each in results}) == 40
+    assert all(each["error"] is None for each in results)
+    validate_as("ChatCompletion", results[0]["response"]["body"])
+    output = gateway.openai().files.retrieve(done.output_file_id)
+    assert output.purpose == "batch_output"
+    assert [file.id for file in gateway.openai().files.list(purpose="batch_output")] == [output.id]
+    store = gateway.catalog.reader.store
+    assert eventually(lambda: not list(store.list(OPEN)))
+    assert eventually(lambda: len(list(store.list(RUNS))) == 1), "parts and leases are deleted"
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "body"),
+    [
+        ("/v1/completions", {"model": "tiny", "prompt": "one two"}),
+        ("/v1/responses", {"model": "tiny", "input": "one two"}),
+    ],
+)
+def test_completions_and_responses_may_be_in_batches(
+    gateway: Gateway, endpoint: str, body: dict[str, Any]
+) -> None:
+    batch = make(gateway, [line("a", body, url=endpoint)], endpoint=endpoint)
+    done = ended(gateway, batch)
+    (result,) = read(gateway, done.output_file_id)
+    name = "Completion" if endpoint == "/v1/completions" else "Response"
+    validate_as(name, result["response"]["body"])
+
+
+def test_lines_run_in_the_background_without_a_deadline(gateway: Gateway) -> None:
+    ended(gateway, make(gateway, [line("a")]))
+    scheduling = gateway.engines.last.scheduling
+    assert scheduling.background
+    assert scheduling.max_queue_s is None
+    assert gateway.post(CHAT, chat()).is_success
+    assert not gateway.engines.last.scheduling.background
+
+
+def test_refused_lines_are_in_the_error_file(gateway: Gateway) -> None:
+    unknown = line("unknown", chat("globex/none"))
+    batch = make(gateway, [line("fine"), unknown, line("wrong", {"model": "tiny"})])
+    done = ended(gateway, batch)
+    assert done.status == "completed"
+    assert done.request_counts.model_dump() == {"total": 3, "completed": 1, "failed": 2}
+    assert [each["custom_id"] for each in read(gateway, done.output_file_id)] == ["fine"]
+    errors = {each["custom_id"]: each["response"] for each in read(gateway, done.error_file_id)}
+    assert errors["unknown"]["status_code"] == 404
+    assert errors["unknown"]["body"]["error"]["code"] == "model_not_found"
+    assert errors["wrong"]["status_code"] == 400
+
+
+WRONG: dict[str, tuple[Any, str]] = {
+    "not json": (b"{", "invalid_json_line"),
+    "deep": (b"[" * 100_000, "invalid_json_line"),
+    "no object": (b"[]", "invalid_json_line"),
+    "not utf-8": (b'{"custom_id": "\xff"}', "invalid_json_line"),
+    "no id": ({"method": "POST"}, "missing_required_parameter"),
+    "the same id": (line("first"), "duplicate_custom_id"),
+    "method": (line("m", method="GET"), "invalid_method"),
+    "url": (line("u", url="/v1/completions"), "mismatched_url"),
+    "no body": (line("b", body=[]), "missing_required_parameter"),
+    "stream": (line("s", chat(stream=True)), "invalid_request"),
+}
+
+
+def test_errors_of_the_input_name_their_lines(gateway: Gateway) -> None:
+    rows = [row for row, _ in WRONG.values()]
+    texts = [row if isinstance(row, bytes) else json.dumps(row).encode() for row in rows]
+    content = b"\n".join([json.dumps(line("first")).encode(), b"", *texts])
+    done = ended(gateway, make(gateway, content))
+    assert done.status == "failed"
+    assert done.failed_at >= done.created_at
+    found = [(error.line, error.code) for error in done.errors.data]
+    assert found == [(number, code) for number, (_, code) in enumerate(WRONG.values(), 3)]
+    assert not gateway.engines.calls
+    assert done.output_file_id is None
+
+
+def test_an_empty_input_fails(gateway: Gateway) -> None:
+    done = ended(gateway, make(gateway, b"\n \n"))
+    assert [error.code for error in done.errors.data] == ["empty_file"]
+
+
+def test_an_input_with_too_many_lines_fails_without_reading_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "input"
+    path.write_bytes(text_of([line("same")]) * 1_000)
+    monkeypatch.setattr(lines, "MAX_LINES", 200)
+    count, errors = lines.check_lines(path, CHAT)
+    assert count == lines.MAX_ERRORS + 1, "it stops at so many errors"
+    assert len(errors) == lines.MAX_ERRORS
+    path.write_bytes(text_of([line(str(number)) for number in range(1_000)]))
+    count, errors = lines.check_lines(path, CHAT)
+    assert count == 201
+    assert [(error["code"], error["line"]) for error in errors] == [("too_many_requests", 201)]
+
+
+def test_a_huge_line_is_refused_and_never_whole_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lines, "MAX_LINE_BYTES", 1000)
+    path = tmp_path / "input"
+    path.write_bytes(b"x" * 5000 + b"\n" + text_of([line("a")]) + b"y" * 5000)
+    count, errors = lines.check_lines(path, CHAT)
+    assert count == 3
+    assert [(e["line"], e["code"]) for e in errors] == [(1, "line_too_long"), (3, "line_too_long")]
+
+
+def test_a_cancelled_batch_keeps_what_was_answered(gateway: Gateway) -> None:
+    async def some(call: Call) -> Items:
+        answer = stuck(call) if "stuck" in str(call.messages) else repeat(call)
+        async for item in answer:
+            yield item
+
+    gateway.engines.replay = some
+    batch = make(gateway, [line("one"), line("stuck two"), line("three")])
+    batches = gateway.openai().batches
+    assert eventually(lambda: batches.retrieve(batch.id).request_counts.completed == 2)
+    assert batches.retrieve(batch.id).status == "in_progress"
+    assert batches.cancel(batch.id).status in ("cancelling", "cancelled")
+    done = ended(gateway, batch)
+    assert done.status == "cancelled"
+    assert done.cancelling_at <= done.cancelled_at
+    assert done.request_counts.model_dump() == {"total": 3, "completed": 2, "failed": 1}
+    answered = {each["custom_id"] for each in read(gateway, done.output_file_id)}
+    assert answered == {"one", "three"}
+    (undone,) = read(gateway, done.error_file_id)
+    assert (undone["custom_id"], undone["response"]) == ("stuck two", None)
+    assert undone["error"]["code"] == "batch_cancelled"
+    with pytest.raises(openai.ConflictError):
+        batches.cancel(batch.id)
+    assert eventually(lambda: len(gateway.engines.closed) == 3), "the call was aborted"
+
+
+def test_a_batch_expires_after_its_window(gateway: Gateway, clock: Clock) -> None:
+    gateway.engines.replay = stuck
+    batch = make(gateway, [line("a"), line("b")])
+    assert eventually(lambda: gateway.engines.calls)
+    clock.ahead_s = WINDOW_S + 1
+    done = ended(gateway, batch)
+    assert done.status == "expired"
+    assert done.expired_at >= done.expires_at
+    codes = [each["error"]["code"] for each in read(gateway, done.error_file_id)]
+    assert codes == ["batch_expired"] * 2
+
+
+def test_a_line_is_sent_again_while_the_service_is_overloaded(gateway: Gateway) -> None:
+    tried = Counter[str]()
+
+    async def busy(call: Call) -> Items:
+        text = str(call.messages[-1]["content"])
+        tried[text] += 1
+        if tried[text] < 4:
+            raise Overloaded("full", retry_after_s=0.01)
+        async for item in repeat(call):
+            yield item
+
+    gateway.engines.replay = busy
+    runner_wait = [line(str(number)) for number in range(3)]
+    done = ended(gateway, make(gateway, runner_wait))
+    assert done.request_counts.completed == 3
+    assert set(tried.values()) == {4}
+
+
+def test_a_line_that_the_service_always_fails_is_given_up(gateway: Gateway) -> None:
+    async def broken(call: Call) -> Items:
+        raise RuntimeError("a bug")
+        yield b""
+
+    gateway.engines.replay = broken
+    done = ended(gateway, make(gateway, [line("a")]))
+    assert done.status == "completed"
+    (error,) = read(gateway, done.error_file_id)
+    assert error["response"]["status_code"] == 500
+    assert len(gateway.engines.calls) == 5
+
+
+def test_lines_are_refused_once_the_batchs_key_has_ended(gateway: Gateway) -> None:
+    async def slow(call: Call) -> Items:
+        await asyncio.sleep(1.5)
+        async for item in repeat(call):
+            yield item
+
+    gateway.engines.replay = slow
+    record, secret = gateway.catalog.create_key("acme", {Scope.INFER}, actor="test")
+    own, gateway.keys["acme"] = gateway.keys["acme"], secret
+    batch = make(gateway, [line(str(number)) for number in range(20)])
+    gateway.keys["acme"] = own
+    assert eventually(lambda: len(gateway.engines.calls) == 16)
+    gateway.catalog.revoke_key(record.id, actor="test")
+    assert eventually(lambda: gateway.request("GET", "/v1/models", secret).status_code == 401)
+    done = ended(gateway, batch)
+    assert done.request_counts.model_dump() == {"total": 20, "completed": 16, "failed": 4}
+    statuses = [each["response"]["status_code"] for each in read(gateway, done.error_file_id)]
+    assert statuses == [401] * 4
+
+
+def test_batches_are_listed_newest_first(gateway: Gateway) -> None:
+    made = [make(gateway, [line("a")]).id for _ in range(3)]
+    batches = gateway.openai().batches
+    assert [batch.id for batch in batches.list(limit=2)] == made[::-1]
+    assert [batch.id for batch in batches.list(after=made[1])] == [made[0]]
+    assert list(gateway.openai("globex").batches.list()) == []
+
+
+@pytest.mark.parametrize(
+    ("more", "error", "param"),
+    [
+        ({"endpoint": "/v1/embeddings"}, openai.BadRequestError, "endpoint"),
+        ({"completion_window": "1h"}, openai.BadRequestError, "completion_window"),
+        ({"input_file_id": "file-" + "0" * 24}, openai.NotFoundError, "input_file_id"),
+        ({"input_file_id": "other"}, openai.NotFoundError, "input_file_id"),
+        (
+            {"output_expires_after": {"anchor": "created_at", "seconds": 5}},
+            openai.BadRequestError,
+            "output_expires_after.seconds",
+        ),
+    ],
+)
+def test_a_wrong_batch_is_refused(
+    gateway: Gateway, more: dict[str, Any], error: type[openai.APIStatusError], param: str
+) -> None:
+    file = gateway.openai().files.create(file=("in", text_of([line("a")])), purpose="batch")
+    given = {"input_file_id": file.id, "endpoint": CHAT, "completion_window": "24h"} | more
+    with pytest.raises(error) as refused:
+        gateway.openai().batches.create(**given)
+    assert refused.value.param == param
+
+
+def test_the_output_of_a_batch_cannot_be_the_input_of_another(gateway: Gateway) -> None:
+    done = ended(gateway, make(gateway, [line("a")]))
+    with pytest.raises(openai.BadRequestError):
+        gateway.openai().batches.create(
+            input_file_id=done.output_file_id, endpoint=CHAT, completion_window="24h"
+        )
+
+
+def test_the_output_expires_as_the_batch_says(gateway: Gateway) -> None:
+    after = {"anchor": "created_at", "seconds": 3600}
+    done = ended(gateway, make(gateway, [line("a")], output_expires_after=after))
+    output = gateway.openai().files.retrieve(done.output_file_id)
+    assert output.expires_at == output.created_at + 3600
+
+
+def test_a_hundred_batches_at_once_are_refused_beyond_the_limit(gateway: Gateway) -> None:
+    gateway.engines.replay = stuck
+    client = gateway.openai()
+    file = client.files.create(file=("in", text_of([line("a")])), purpose="batch")
+
+    def create() -> Any:
+        try:
+            return client.batches.create(
+                input_file_id=file.id, endpoint=CHAT, completion_window="24h"
+            )
+        except openai.RateLimitError:
+            return None
+
+    made = [batch for batch in [create() for _ in range(100)] if batch is not None]
+    assert len(made) == 20
+    assert len(gateway.engines.calls) <= 1, "one batch of a tenant runs at once in a gateway"
+    for batch in made:
+        client.batches.cancel(batch.id)
+    assert all(ended(gateway, batch).status == "cancelled" for batch in made)
+
+
+def test_a_batch_without_its_input_fails(gateway: Gateway) -> None:
+    gateway.engines.replay = stuck
+    first = make(gateway, [line("a")])
+    second = make(gateway, [line("b")])
+    gateway.openai().files.delete(second.input_file_id)
+    gateway.openai().batches.cancel(first.id)
+    done = ended(gateway, second)
+    assert done.status == "failed"
+    assert done.errors.data[0].param == "input_file_id"
+
+
+class Flaky(LocalStore):
+    """A store that fails a third of the writes."""
+
+    numbers = random.Random(0)
+
+    def put_if_absent(self, key: str, data: bytes) -> None:
+        if key.startswith((RUNS, CONTENTS)) and self.numbers.random() < 1 / 3:
+            raise StoreError("away")
+        super().put_if_absent(key, data)
+
+
+def test_a_store_that_fails_delays_a_batch_and_loses_nothing(tmp_path: Path) -> None:
+    with serving(tmp_path, Flaky(tmp_path / "store")) as gateway:
+        names = [f"line {number}" for number in range(50)]
+        done = ended(gateway, make(gateway, [line(name) for name in names]))
+        assert sorted(e["custom_id"] for e in read(gateway, done.output_file_id)) == sorted(names)
