@@ -31,6 +31,7 @@ PARAMS = {
     "response_id": "resp_0",
     "name": "support",
     "file_id": "file-" + "0" * 24,
+    "batch_id": "batch_" + "0" * 24,
     "session_id": "0" * 32,
     "sampler_id": sampling_session_id("tiny"),
 }
