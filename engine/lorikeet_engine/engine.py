@@ -1,6 +1,5 @@
 """Engine: requests of token ids in, tokens out; each step is one batch for all adapters."""
 
-import itertools
 import logging
 import threading
 import time
@@ -229,6 +228,8 @@ class Engine:
             prompt_tokens=counters.prompt_tokens,
             cached_tokens=counters.cached_tokens,
             output_tokens=counters.output_tokens,
+            drafted_tokens=counters.drafted_tokens,
+            accepted_tokens=counters.accepted_tokens,
             step_s=counters.seconds.read(),
             step_sequences=counters.sequences.read(),
             step_adapters=counters.adapters.read(),
@@ -283,7 +284,8 @@ class Engine:
         states = StatePool(slots, s.max_running, counts) if slots else None
         self._cache = KVCache(self._kv_pages, s.page_size, windows, s.max_batch_tokens, states)
         costs, counters = self.info.step_costs, self._counters
-        self._scheduler = Scheduler(limits, self._cache, self._tiers, costs, counters)
+        drafts = self._parts.draft_budget
+        self._scheduler = Scheduler(limits, self._cache, self._tiers, costs, counters, drafts)
         self._in_flight, self._idle = None, True
 
     def _take_requests(self) -> None:
@@ -350,20 +352,22 @@ class Engine:
         for each in scores:
             self._fail(each.errors)
             self._requests.add_scores(each.outputs)
-        rows = itertools.count()
+        row = 0
         for chunk in step.chunks:
-            row = next(rows) if chunk.completes else None
             if chunk.sequence.status is not SequenceStatus.FINISHED:
-                if row is None:
-                    self._scheduler.written(chunk)
-                else:
+                if chunk.completes:
                     self._accept(chunk, row, sampled)
+                else:
+                    self._scheduler.written(chunk)
+            row += chunk.rows
 
     def _accept(self, chunk: Chunk, row: int, sampled: steps.SampledTokens) -> None:
         sequence, request_id = chunk.sequence, chunk.sequence.request.request_id
         try:
-            token = sampled.token(row)
-            tokens, logprobs = sampled.delivered(row, sequence)
+            *drafted, token = sampled.verified(row, chunk.drafted)
+            tokens, logprobs = sampled.delivered(row, sequence, drafted)
+            if chunk.drafted:
+                chunk = self._scheduler.verified(chunk, tuple(drafted))
             self._scheduler.written(chunk)
             finish = sequence.accept(token)
         except BaseException as error:  # of the grammar, perhaps a panic in Rust: others go on

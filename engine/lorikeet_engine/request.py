@@ -231,6 +231,8 @@ class EngineTimings:
     cached_tokens: number of prompt tokens that were in the KV cache.
     preemptions: number of times that the choice was preempted.
     steps: number of steps that the choice took part in.
+    drafted_tokens: number of drafted tokens that steps have verified (speculative decoding).
+    accepted_tokens: number of these tokens that became tokens of the choice.
     members: loads of a composition's adapters, in the composition's order; () without one.
     """
 
@@ -241,6 +243,8 @@ class EngineTimings:
     cached_tokens: int = 0
     preemptions: int = 0
     steps: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
     members: tuple[MemberLoad, ...] = ()
 
 

@@ -50,6 +50,8 @@ class EngineSettings:
         tokens. None: no goal.
     overlap: launch a step before the tokens of the previous step are read, so that a GPU need not
         wait for the host. A CPU gains nothing, and each token waits for one more step.
+    speculation: `lookup` drafts tokens of answers that repeat their prompts or themselves, and
+        verifies several in a step; the tokens of answers stay the same. `off`: no drafts.
     tensor_parallel: number of this machine's GPUs that share the base model, each holding a part of
         it; kv_bytes, state_bytes and adapter_gpu_bytes are those of each GPU. On a CPU, the number
         of processes.
@@ -77,6 +79,7 @@ class EngineSettings:
     max_adapter_bytes: int = 1 << 30
     inter_token_goal_s: float | None = None
     overlap: bool = True
+    speculation: str = "off"
     tensor_parallel: int = 1
 
     def __post_init__(self) -> None:
@@ -89,6 +92,8 @@ class EngineSettings:
             raise SettingsError(f"kv_dtype={self.kv_dtype!r}: want auto or fp8")
         if self.state_dtype not in ("float32", "bfloat16"):
             raise SettingsError(f"state_dtype={self.state_dtype!r}: want float32 or bfloat16")
+        if self.speculation not in ("off", "lookup"):
+            raise SettingsError(f"speculation={self.speculation!r}: want off or lookup")
         for name in ("page_size", "max_running", "max_batch_adapters", "tensor_parallel"):
             if getattr(self, name) < 1:
                 raise SettingsError(f"{name}={getattr(self, name)}: want an integer ≥ 1")

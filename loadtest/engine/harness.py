@@ -34,6 +34,7 @@ def run(
     part: str,
     works: Sequence[Work],
     measure_all: Callable[[Engine, Sequence[Work]], list[Any]],
+    **settings: Any,
 ) -> None:
     """Run a whole benchmark: measure all works on one engine, and write their rows as JSON.
 
@@ -41,6 +42,7 @@ def run(
     part: name of the rows in the JSON file.
     works: sets of requests to choose from by the options of the command line.
     measure_all: returns a row for each work.
+    settings: further settings of the engine.
     """
     parser = arguments(doc)
     add_model_arguments(parser)
@@ -48,7 +50,9 @@ def run(
     options = parser.parse_args()
     works = chosen(parser, works, options.rows)
     known = facts(options.commit)
-    with full_engine(**adapters_of(works, options.host_adapters), **model_of(options)) as engine:
+    model = model_of(options)
+    model["settings"] = replace(model["settings"], **settings)
+    with full_engine(**adapters_of(works, options.host_adapters), **model) as engine:
         rows = measure_all(engine, works)
     write(options.json, known, **about(options), **{part: rows})
 

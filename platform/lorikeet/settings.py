@@ -267,6 +267,12 @@ class Settings(BaseModel):
         "adapters and the prompt tokens beside decodes, but one adapter always runs; not set: no "
         "goal",
     )
+    speculation: Literal["off", "lookup"] = Field(
+        "off",
+        description="lookup: verify several tokens of an answer in one step, drafted from what "
+        "followed the same tokens earlier in its prompt or output; answers stay the same "
+        "(operations.md)",
+    )
     usage_flush_s: float = Field(
         15.0,
         gt=0,

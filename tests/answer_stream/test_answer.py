@@ -225,9 +225,12 @@ def test_a_single_allowed_call_ends_its_choice(tokenizer, finish):
     answer = Answer(call, [(1,)], Vocabulary(tokenizer), HERMES)
     items = answer.take([tokens(tokenizer, f"{NOW} and more", 0, finish)])
     assert answer.stopped == ([0] if finish is None else [])
-    (choice,) = json.loads(items[-1])["choices"]
+    body = json.loads(items[-1])
+    (choice,) = body["choices"]
     assert len(choice["message"]["tool_calls"]) == 1
     assert choice["finish_reason"] == "tool_calls"
+    called = tokens(tokenizer, NOW).token_ids
+    assert body["usage"]["completion_tokens"] == len(called)  # none of those behind the call
 
 
 FORCED = chat(tools=ToolUse((TOOL,), forced=("time",)), stop=("END",))

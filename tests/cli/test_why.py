@@ -32,6 +32,10 @@ WEIGHED = (
     Candidate("r3", Residency.GPU, Cost(0.010, 0.040, 0.0, 0.001, 0.0)),
 )
 
+COURSE = EngineTimings(
+    queued_s=0.5, prefill_s=0.25, decode_s=1.0, drafted_tokens=20, accepted_tokens=13
+)
+
 
 async def told(base_model: str, encoded: EncodedCall) -> AsyncGenerator[StreamItem, None]:
     yield Attempt(encoded.call.request_id, "r3", 0.001, WEIGHED[::-1], "the replica was lost")
@@ -39,7 +43,7 @@ async def told(base_model: str, encoded: EncodedCall) -> AsyncGenerator[StreamIt
     yield AnswerHeader(
         "r7", None, None, StatusUpdate(1, LiveStats(decoding=5, prefilling=1, waiting=1))
     )
-    yield FinalUsage(12, 8, 34, (EngineTimings(queued_s=0.5, prefill_s=0.25, decode_s=1.0),))
+    yield FinalUsage(12, 8, 34, (COURSE,))
     yield b"{}"
 
 
@@ -97,6 +101,7 @@ def test_a_requests_outcome_stages_and_attempts_are_shown(
     assert any(line.startswith("Finished after ") for line in lines)
     assert "On r7, beside 5 running and 2 waiting requests" in lines
     assert "Tokens: 12 in, 8 of them cached, 34 out; 0 preemptions" in lines
+    assert "Drafted tokens: 20, 13 of them accepted" in lines
     (queued,) = [line for line in lines if "waited in the engine's queue" in line]
     assert queued.split()[5] == "500.0"
     assert "█" in queued

@@ -20,6 +20,7 @@ from lorikeet_engine.errors import AdapterError, StepFailed
 from lorikeet_engine.models.batch import Batch
 from lorikeet_engine.request import Failed, PromptLogprobs, Request, SamplingParams, Tokens
 from lorikeet_engine.residency import loader, requested_adapters, tiers
+from lorikeet_engine.scheduling.draft_budget import MOST_DRAFTED
 from lorikeet_engine.scheduling.sequence import Sequence, SequenceStatus
 from tests.engine.blobs import Shelf
 from tests.engine.hash_model import PAGE, SHAPE, build, predict, predict_scores, shift_of
@@ -253,7 +254,8 @@ class CheckedEngine:
         flight.
         """
         needs, kv = self.engine._cache._needs, sequence.kv
-        return needs.window_pages + needs.pages_for(kv.computed - kv.written)
+        drafted = MOST_DRAFTED if sequence.lookup else 0
+        return needs.window_pages + needs.pages_for(kv.computed - kv.written + drafted)
 
 
 def _content(sequence: Sequence, group: int, end: int) -> tuple[object, ...]:

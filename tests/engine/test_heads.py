@@ -21,7 +21,15 @@ from lorikeet_engine.models.config import ModelConfig
 from lorikeet_engine.request import Request, SamplingParams
 from lorikeet_engine.residency.packed_image import PackedLayout
 from tests.engine.blob_shelf import BlobShelf
-from tests.engine.engine_driver import PAGE, Answers, RecordingRunner, build, greedy, prompt
+from tests.engine.engine_driver import (
+    PAGE,
+    Answers,
+    RecordingRunner,
+    build,
+    greedy,
+    load_adapters,
+    prompt,
+)
 from tests.engine.peft_adapters import classifier, save_adapter, save_head
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -111,7 +119,10 @@ def world_of(tiny_checkpoints, tmp_path_factory):
 def test_heads_score_prompts_as_peft_does(family, mode, world_of, tmp_path, close_later):
     world = world_of(family)
     engine = close_later(build(world.checkpoint, world.shelf, tmp_path, **MODES[mode]))
-    world.check(Answers(engine))
+    answers = Answers(engine)
+    if mode != "churn":  # all requests begin together
+        load_adapters(answers, [*world.refs.values(), world.plain])
+    world.check(answers)
     if mode == "preempted" and family == "llama":
         assert engine.status().preemptions
 

@@ -7,6 +7,7 @@ Requests arrive, share, fail and are aborted at any moment; checked_engine.py ha
 import shutil
 import tempfile
 from pathlib import Path
+from random import Random
 
 import pytest
 from hypothesis import settings
@@ -15,7 +16,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from lorikeet_engine.execution import batch_builder
 from lorikeet_engine.request import SamplingParams
+from lorikeet_engine.scheduling import draft_budget
 from lorikeet_engine.scheduling.kv_cache import KVCache
+from lorikeet_engine.scheduling.sequence import Sequence
 from tests.engine.checked_engine import ADAPTER_BYTES, BROKEN, GOOD, OTHER, CheckedEngine
 from tests.engine.hash_model import PAGE, WHOLE, WINDOWED
 
@@ -56,6 +59,7 @@ calls = st.tuples(
 
 class Traffic(RuleBasedStateMachine):
     overlap, windows, states, cached_states = False, WHOLE, False, 0
+    speculation = "off"
 
     @initialize(
         running=st.sampled_from((4, 5, 3, 2, 1)),
@@ -76,6 +80,7 @@ class Traffic(RuleBasedStateMachine):
             max_batch_adapters=2,
             adapter_gpu_bytes=places * ADAPTER_BYTES,
             overlap=self.overlap,
+            speculation=self.speculation,
         )
 
     @rule(calls=st.lists(calls, min_size=1, max_size=4))
@@ -122,6 +127,56 @@ class WindowedTraffic(Traffic):
     overlap, windows = True, WINDOWED
 
 
+class HalfRight:
+    """Source of drafts that knows the sequence's next tokens, and now and then says another."""
+
+    def __init__(self, sequence, expected, chance):
+        self.sequence, self.expected, self.chance = sequence, expected, chance
+        self.acceptance = chance.choice((0.5, 0.9, 1.0))
+
+    def extend(self, tokens):
+        pass
+
+    def predict(self, most):
+        made = len(self.sequence.tokens) - self.sequence.prompt_length
+        right = self.expected[made : made + most]
+        return [token if self.chance.random() < 0.8 else 9 for token in right]
+
+
+class DraftedTraffic(OverlappedTraffic):
+    """Traffic in which any sequence may have a draft in any step, however little it gains."""
+
+    speculation = "lookup"
+
+    @initialize(
+        running=st.sampled_from((24, 18, 12, 6)),
+        spare=st.sampled_from((20, 7, 3)),
+        kv_pages=st.sampled_from((60, 30, 15, 8)),
+        places=st.sampled_from((1, 2, 3)),
+        seed=st.integers(0, 99),
+        overlap=st.sampled_from((True, True, False)),
+        windows=st.sampled_from((WHOLE, WINDOWED)),
+    )
+    def begin(self, running, spare, kv_pages, places, seed, overlap, windows):
+        self.overlap, self.windows, self.patch = overlap, windows, pytest.MonkeyPatch()
+        self.patch.setattr(draft_budget, "_LEAST_GAIN", 0.0)
+        self.patch.setattr(draft_budget, "_LONGEST", 1e9)
+        chance = Random(seed)
+
+        def begin_lookup(sequence):
+            expected = self.checked.expected[sequence.request.request_id, sequence.choice][0]
+            sequence.lookup = HalfRight(sequence, expected, chance)
+            return sequence.lookup
+
+        self.patch.setattr(Sequence, "begin_lookup", begin_lookup)
+        super().begin(running, spare, kv_pages, places)
+
+    def teardown(self):
+        super().teardown()
+        if hasattr(self, "patch"):
+            self.patch.undo()
+
+
 class StatefulTraffic(Traffic):
     """Traffic of a model whose sequences have states, saved behind any page."""
 
@@ -155,6 +210,10 @@ class TestOverlappedTraffic(OverlappedTraffic.TestCase):
     settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
 
 
+class TestDraftedTraffic(DraftedTraffic.TestCase):
+    settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+
+
 class TestStatefulTraffic(StatefulTraffic.TestCase):
     settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
 
@@ -166,6 +225,12 @@ class TestWindowedTraffic(WindowedTraffic.TestCase):
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 class TestMuchWindowedTraffic(WindowedTraffic.TestCase):
+    settings = settings(max_examples=4000, stateful_step_count=80, deadline=None)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+class TestMuchDraftedTraffic(DraftedTraffic.TestCase):
     settings = settings(max_examples=4000, stateful_step_count=80, deadline=None)
 
 

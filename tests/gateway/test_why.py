@@ -40,7 +40,15 @@ WEIGHED = (
 SLOW = EngineTimings(
     queued_s=0.004, load_s=0.003, prefill_s=0.002, decode_s=0.011, preemptions=1, steps=9
 )
-QUICK = EngineTimings(queued_s=0.001, prefill_s=0.002, decode_s=0.003, preemptions=1, steps=3)
+QUICK = EngineTimings(
+    queued_s=0.001,
+    prefill_s=0.002,
+    decode_s=0.003,
+    preemptions=1,
+    steps=3,
+    drafted_tokens=20,
+    accepted_tokens=13,
+)
 
 
 async def told(call: Call) -> Items:
@@ -98,6 +106,7 @@ def test_a_finished_request_is_explained_completely(gateway: Gateway) -> None:
     assert found["replica_status"] == {"running": 5, "waiting": 2}
     assert found["tokens"] == {"prompt": 12, "cached": 8, "output": 34}
     assert (found["preemptions"], found["retries"]) == (2, 1)
+    assert found["drafts"] == {"drafted": 20, "accepted": 13}
     engine = {"queue": 1.0, "adapter": 3.0, "prefill": 2.0, "decode": 11.0}  # the slower choice
     took = stages(found)
     assert list(took) == ["validate", "route", "overhead", *engine]

@@ -39,6 +39,8 @@ def engine_status(some: Distribution = SOME, nothing: Distribution = NOTHING) ->
         prompt_tokens=16,
         cached_tokens=17,
         output_tokens=18,
+        drafted_tokens=26,
+        accepted_tokens=25,
         step_s=some,
         step_sequences=some,
         step_adapters=some,

@@ -55,6 +55,11 @@ def test_the_gateway_knows_the_sizes_of_arenas_that_settings_give(device, pool, 
     assert memory.gpus == {"lorikeet-demo": 2}
 
 
+def test_speculation_is_off_by_default():
+    assert told().speculation == "off"
+    assert told(SPECULATION="lookup").speculation == "lookup"
+
+
 def test_an_inter_token_goal_is_set_in_milliseconds_and_off_by_default():
     assert told().inter_token_goal_s is None
     assert told(INTER_TOKEN_GOAL_MS="12.5").inter_token_goal_s == pytest.approx(0.0125)

@@ -43,6 +43,7 @@ from lorikeet_engine.residency.disk.cache import AdapterSource
 from lorikeet_engine.residency.tiers import Tiers
 from lorikeet_engine.sampling.penalties import Penalties
 from lorikeet_engine.sampling.sampler import Sampler
+from lorikeet_engine.scheduling.draft_budget import DraftBudget
 from lorikeet_engine.scheduling.forced_budget import ForcedBudget, ForcedPieces
 from lorikeet_engine.scheduling.step_budget import StepBudget
 from lorikeet_engine.settings import EngineSettings
@@ -77,6 +78,7 @@ class Assembly:
     step_budget: bounds the work of steps.
     forced_budget: bounds a step's forced tokens: the only tokens that a grammar allows, appended
         without sampling.
+    draft_budget: chooses the drafted tokens of steps; None without speculation.
     ranks: processes that compute the model; just this one without tensor parallelism.
     """
 
@@ -87,6 +89,7 @@ class Assembly:
     info: EngineInfo
     step_budget: StepBudget
     forced_budget: ForcedBudget
+    draft_budget: DraftBudget | None
     ranks: OneRank
 
     def close(self) -> None:
@@ -149,7 +152,13 @@ def _assemble(
     if runner.state_slots and runner.prompt_sizes:
         pieces = ForcedPieces(runner.prompt_sizes, StateBuffers.prompts // 2)
     forced_budget = ForcedBudget(room, step_costs, runner.small_sizes, pieces)
-    return Assembly(runner, sampler, tiers, kv_pages, info, step_budget, forced_budget, ranks)
+    draft_budget = None
+    if settings.speculation == "lookup":
+        goal_s = settings.inter_token_goal_s
+        draft_budget = DraftBudget(step_costs, runner.small_sizes, goal_s)
+    return Assembly(
+        runner, sampler, tiers, kv_pages, info, step_budget, forced_budget, draft_budget, ranks
+    )
 
 
 def load_weights(

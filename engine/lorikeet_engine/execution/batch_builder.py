@@ -225,7 +225,7 @@ def divide_by_adapter(chunks: list[Chunk]) -> list[Chunk]:
     for chunk in chunks:
         begins = chunk.sequence.active_from
         if chunk.start < begins < chunk.end:
-            before.append(chunk._replace(end=begins, completes=False))
+            before.append(chunk._replace(end=begins, completes=False, drafted=()))
             chunk = chunk._replace(start=begins)
         whole.append(chunk)
     return whole + before
@@ -239,9 +239,10 @@ def build_step_input(
     chunks: chunks to compute, in the order of divide_by_adapter.
     windows: attention window of each group of layers; None for a group that attends to all tokens.
 
-    Logits are computed for each chunk that completes its sequence, in the order of the chunks.
+    Logits are computed for each chunk that completes its sequence, in the order of the chunks: for
+    its last token, and the tokens before that are followed by a drafted one.
     """
-    rows = np.array([chunk.completes for chunk in chunks], np.int64)  # rows of logits, by chunk
+    rows = np.array([chunk.rows for chunk in chunks], np.int64)  # rows of logits, by chunk
     computed = np.array([chunk.start for chunk in chunks], np.int64)
     kv_lengths = np.array([chunk.end for chunk in chunks], np.int64)
     lengths = kv_lengths - computed
@@ -257,7 +258,7 @@ def build_step_input(
         token_ids=ids,
         positions=positions,
         kv_slots=slots,
-        logit_rows=ends[rows == 1] - 1,
+        logit_rows=np.repeat(ends - rows.cumsum(), rows) + np.arange(rows.sum()),
         pending=pending,
         pending_rows=pending_rows,
         query_starts=query_starts.astype(np.int32),
@@ -379,6 +380,7 @@ def _token_ids(chunks: list[Chunk]) -> tuple[Int64s, Int64s, Int64s]:
             pending.append(len(ids))
             pending_rows.append(sequence.pending_rows[0])
             ids += (0, *sequence.forced)
+        ids += chunk.drafted
     return np.array(ids, np.int64), np.array(pending, np.int64), np.array(pending_rows, np.int64)
 
 

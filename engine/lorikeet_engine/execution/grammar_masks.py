@@ -61,8 +61,8 @@ def allowed_tokens(
     all tokens of its output so far.
 
     grammars: None on an engine without grammars.
-    sequences: sequences that sample a token in this step, one a row.
-    logits: [sequences, vocab], the step's logits; only their width and device are used.
+    sequences: sequence of each row of the logits.
+    logits: [rows, vocab], the step's logits; only their width and device are used.
     budget: bounds the forced tokens of the next step.
     """
     matched = [
@@ -80,7 +80,8 @@ def allowed_tokens(
     for bitmask, problem in zip(bitmasks, problems, strict=True):
         if problem is not None:
             bitmask[:] = 255  # the row fails: its token is ignored
-    taken, forced = _ForcedTokens(budget, sequences, vocab), dict[int, tuple[int, ...]]()
+    decoding = list(dict.fromkeys(sequences))
+    taken, forced = _ForcedTokens(budget, decoding, vocab), dict[int, tuple[int, ...]]()
     for m, bitmask in budget.rotated(list(zip(matched, bitmasks, strict=True))):
         if m.row not in errors:
             try:

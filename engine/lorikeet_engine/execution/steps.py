@@ -163,7 +163,8 @@ class ModelRunner:
 
 @dataclass(frozen=True, slots=True)
 class SampledTokens:
-    """Tokens that a step sampled, one for each sequence that completes in it.
+    """Tokens that a step sampled: one for each sequence that completes in it, and one more for each
+    drafted token.
 
     tokens: sampled tokens by row of the logits; meaningless in rows with an error.
     logprobs: log probabilities by row, for rows that requested them.
@@ -174,25 +175,42 @@ class SampledTokens:
     logprobs: Mapping[int, TokenLogprobs]
     errors: Mapping[int, EngineError]
 
-    def token(self, row: int) -> int:
-        """Return the token sampled in a row of the logits. Raises the row's error, if any."""
-        if error := self.errors.get(row):
-            raise error
-        return self.tokens[row]
+    def verified(self, row: int, drafted: tuple[int, ...]) -> list[int]:
+        """Return the tokens sampled for a sequence, up to the first that was not drafted.
+
+        Raises the error of a row whose token would be returned, if any.
+
+        row: first row of the sequence in the logits.
+        drafted: tokens in whose place the first tokens were sampled.
+        """
+        tokens = list[int]()
+        for at, draft in enumerate((*drafted, None), row):
+            if error := self.errors.get(at):
+                raise error
+            tokens.append(self.tokens[at])
+            if tokens[-1] != draft:
+                break
+        return tokens
 
     def delivered(
-        self, row: int, sequence: Sequence
+        self, row: int, sequence: Sequence, drafted: list[int]
     ) -> tuple[tuple[int, ...], tuple[TokenLogprobs, ...]]:
-        """Return the row's sampled token and the tokens forced after it, and the log probabilities.
+        """Return accepted tokens, the token sampled behind them and the tokens forced after it, and
+        the log probabilities.
 
-        Log probabilities are only of the sampled token: no tokens are forced for requests that want
-        log probabilities. Both results are empty if the token is a stop id, unless the request asks
-        to keep stop ids.
+        Log probabilities are only of sampled tokens: no tokens are forced for requests that want
+        log probabilities. A last token that is a stop id is left out, unless the request asks to
+        keep stop ids.
+
+        row: first row of the sequence in the logits.
+        drafted: accepted tokens.
         """
-        token = self.tokens[row]
-        if token in sequence.stop_ids and not sequence.request.sampling.keep_stop_token:
-            return (), ()
-        return (token, *sequence.forced), (self.logprobs[row],) if row in self.logprobs else ()
+        token, tokens = self.tokens[row + len(drafted)], tuple(drafted)
+        if token not in sequence.stop_ids or sequence.request.sampling.keep_stop_token:
+            tokens = (*tokens, token, *sequence.forced)
+        if row not in self.logprobs:
+            return tokens, ()
+        return tokens, tuple(self.logprobs[row + at] for at in range(len(tokens)))
 
 
 class PendingSample:
@@ -232,7 +250,7 @@ class ForwardPass:
     """Step whose forward pass was launched.
 
     chunks: the step's chunks in the order of the batch.
-    logits: [chunks that complete their sequence, vocab], on the device.
+    logits: [Σ Chunk.rows, vocab], on the device.
     scores: scores of the step's prompts; None if no prompt is scored.
     pooled: values of the step's prompts; None if no prompt is pooled.
     """
@@ -245,13 +263,13 @@ class ForwardPass:
 
     @property
     def sequences(self) -> list[Sequence]:
-        """Sequences that sample a token from this step, in the order of the logits' rows."""
-        return [chunk.sequence for chunk in self.chunks if chunk.completes]
+        """Sequence of each row of the logits."""
+        return [chunk.sequence for chunk in self.chunks for _ in range(chunk.rows)]
 
     @property
     def has_grammar(self) -> bool:
         """Whether a grammar restricts a token sampled from this step."""
-        return any(sequence.matcher is not None for sequence in self.sequences)
+        return any(c.completes and c.sequence.matcher is not None for c in self.chunks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,7 +338,11 @@ def sample(
     allowed = allowed_tokens(grammars, sequences, logits, budget)
     for sequence in special.values():
         _count_tokens(sampler, sequence)
-    rows = [_row(sequence) for sequence in sequences]
+    rows = list[SamplingRow]()
+    for chunk in forward.chunks:
+        if chunk.completes:
+            rows.append(_row(chunk.sequence))
+            rows += [_row(chunk.sequence, *draft) for draft in enumerate(chunk.drafted, 1)]
     counts = _logprobs_counts(special, LogprobsMode.RAW)
     logprobs = LogprobReadback(logits, counts) if counts else None
     allowed.forbid_others(logits)
@@ -388,10 +410,14 @@ def _logprobs_counts(sequences: Mapping[int, Sequence], mode: LogprobsMode) -> d
     }
 
 
-def _row(sequence: Sequence) -> SamplingRow:
-    params = sequence.request.sampling
+def _row(sequence: Sequence, ahead: int = 0, drafted: int | None = None) -> SamplingRow:
+    """Return the sampling parameters of a row of logits.
+
+    ahead: number of drafted tokens before the row's token.
+    drafted: the last of these tokens.
+    """
+    params, step = sequence.request.sampling, sequence.output_length + ahead
     # stop ids below min_tokens; a grammar's mask forbids them itself
-    may_ban = params.min_tokens and sequence.matcher is None
-    banned = tuple(sequence.stop_ids) if may_ban and sequence.below_min_tokens else ()
-    step, slot = sequence.output_length, sequence.penalty_slot
-    return SamplingRow(params, sequence.seed, step, banned, slot)
+    bans = step < params.min_tokens and sequence.matcher is None
+    banned = tuple(sequence.stop_ids) if bans else ()
+    return SamplingRow(params, sequence.seed, step, banned, sequence.penalty_slot, drafted)

@@ -36,6 +36,8 @@ class SamplingRow(NamedTuple):
     step: number of tokens that the choice's output already has.
     banned: ids that may not be sampled now, such as stop ids before min_tokens.
     slot: the choice's slot in the sampler's Penalties, if params change logits.
+    drafted: token that the row before must sample for this row to count, as this row's logits are
+        those behind it; None if no such row is before.
     """
 
     params: SamplingParams
@@ -43,6 +45,7 @@ class SamplingRow(NamedTuple):
     step: int
     banned: tuple[int, ...] = ()
     slot: PenaltySlot | None = None
+    drafted: int | None = None
 
 
 def draws_of(rows: Mapping[int, SamplingRow], vocab: int) -> npt.NDArray[np.int64]:

@@ -56,12 +56,12 @@ class Sampler:
 
         The host does not wait for the device.
         """
-        changed = {i: row.slot.index for i, row in enumerate(rows) if row.slot is not None}
         plain = {i: row for i, row in enumerate(rows) if row.slot is None}
         tokens = _choose(logits, plain)
         if processed is not None:
             processed.add(logits, tokens, {i: i for i in plain}, rows)
-        if changed:
+        counted = torch.empty_like(tokens)
+        for changed in _by_depth(rows):
             # uploaded apart: Triton compiles anew for a tensor that starts inside another
             at, slots = (
                 upload(np.array(list(some), np.int64), logits.device)
@@ -71,9 +71,30 @@ class Sampler:
             chosen = _choose(copies, dict(enumerate(rows[i] for i in changed)))
             if processed is not None:
                 processed.add(copies, chosen, dict(enumerate(changed)), rows)
-            self.penalties.count(slots, chosen)
             tokens.index_copy_(0, at, chosen)
+            drafted = [rows[i].drafted for i in changed]
+            if drafted[0] is not None:  # tokens behind a rejected draft do not count
+                accepted = counted[at - 1] == upload(np.array(drafted, np.int64), logits.device)
+                chosen = torch.where(accepted, chosen, NOT_FINITE)
+            counted.index_copy_(0, at, chosen)
+            self.penalties.count(slots, chosen)
         return tokens
+
+
+def _by_depth(rows: Sequence[SamplingRow]) -> list[dict[int, int]]:
+    """Return the slots of Penalties by row, for rows that have one, in the order of sampling.
+
+    Rows behind a drafted token come after the row that must sample it: its token counts for their
+    penalties.
+    """
+    depths, depth = list[dict[int, int]](), 0
+    for i, row in enumerate(rows):
+        depth = 0 if row.drafted is None else depth + 1
+        if row.slot is not None:
+            if depth == len(depths):
+                depths.append({})
+            depths[depth][i] = row.slot.index
+    return depths
 
 
 def _choose(logits: torch.Tensor, rows: Mapping[int, SamplingRow]) -> torch.Tensor:

@@ -7,6 +7,7 @@ Costs are measured in prompt tokens without attention. Each kind of work adds to
     computed prompt token: PROMPT_TOKEN, and more the deeper the token stands in its prompt, since
         attention reads all tokens before it (prompt_cost)
     sampled token: OUTPUT_TOKEN
+    drafted token, accepted or not: PROMPT_TOKEN
     copy of an adapter to the GPU for the tenant: the prompt tokens that could be computed meanwhile
 
 Of the waiting tenants, the one with the smallest counter is served next. Between two tenants that

@@ -4,7 +4,6 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from itertools import count
 from typing import NamedTuple
 
 from lorikeet_engine.adapter import Composition, Residency
@@ -12,6 +11,7 @@ from lorikeet_engine.costs import StepCosts
 from lorikeet_engine.errors import AdapterError
 from lorikeet_engine.request import SchedulingParams
 from lorikeet_engine.scheduling.admission import AdapterProvider, Admission
+from lorikeet_engine.scheduling.draft_budget import DraftBudget
 from lorikeet_engine.scheduling.fairness import (
     OUTPUT_TOKEN,
     PROMPT_TOKEN,
@@ -136,7 +136,8 @@ class Scheduler:
     cache: gives KV pages to sequences.
     adapters: loads and leases adapters.
     costs: predicts the time of steps, from which the cost of prompts is computed.
-    counters: counts begun and preempted sequences.
+    counters: counts begun and preempted sequences, and drafted tokens.
+    drafts: chooses the drafted tokens of steps; None for steps without.
     """
 
     def __init__(
@@ -146,6 +147,7 @@ class Scheduler:
         adapters: AdapterProvider,
         costs: StepCosts,
         counters: StepCounters,
+        drafts: DraftBudget | None = None,
     ) -> None:
         self._limits = limits
         self._cache = cache
@@ -154,6 +156,7 @@ class Scheduler:
         self._tenants = VirtualCounters()
         self._throughput = Throughput(costs)
         self._counters = counters
+        self._drafts = drafts
         self.waiting = WaitingQueue(self._tenants)
         self.running: list[Sequence] = []  # in the order of arrival
         self._admitted = 0  # sequences with adapters that have begun since the start
@@ -210,6 +213,7 @@ class Scheduler:
         Beside sequences in the foreground, those in the background decode and prefill as far as
         StepBudget.background_tokens allows; the others keep their slots and pages meanwhile.
         Decode: give each decoding sequence a chunk; preempt sequences where KV pages are too few.
+            Add drafted tokens where they pay.
         Prefill: give chunks of prompts to running sequences, and to waiting ones that may begin.
 
         step_budget: bounds the sum of the ranks of the step's adapters, and the prompt tokens.
@@ -217,7 +221,7 @@ class Scheduler:
         active = [sequence for sequence in self.running if not sequence.complete]
         self._preempt_for_waiting(active)
         self._background_tokens = self._background_budget(active, step_budget)
-        decodes = self._schedule_decodes(active)
+        decodes = self._with_drafts(self._schedule_decodes(active), active)
         budget = self._prompt_budget(decodes, step_budget)
         prefilling = sorted((s for s in active if not s.decodes), key=furthest_ahead_last)
         for sequence in prefilling:
@@ -239,17 +243,34 @@ class Scheduler:
         forced: by row of the step's logits, the tokens that the grammar requires after the token
             sampled from the row.
         """
-        rows, tokens = count(), 0
+        row = tokens = 0
         for chunk in chunks:
-            sequence = chunk.sequence
-            sequence.kv.computed = chunk.end
+            sequence, drafted = chunk.sequence, len(chunk.drafted)
+            sequence.kv.computed = chunk.end - drafted
             sequence.timings.steps += 1
             if chunk.completes:
-                row = next(rows)
                 sequence.add_pending(row, forced.get(row, ()))
-                sequence.cost.counter.charge(OUTPUT_TOKEN * sequence.decode_tokens)
+                sequence.awaits_verification = drafted > 0
+                cost = OUTPUT_TOKEN * sequence.decode_tokens + PROMPT_TOKEN * drafted
+                sequence.cost.counter.charge(cost)
                 tokens += sequence.decode_tokens
+            row += chunk.rows
         self._throughput.add(OUTPUT_TOKEN * tokens)
+
+    def verified(self, chunk: Chunk, accepted: tuple[int, ...]) -> Chunk:
+        """Record which drafted tokens of a chunk are accepted; return the chunk without the others.
+
+        accepted: the first of the drafted tokens, those that equal the tokens sampled in their
+            place.
+        """
+        sequence, kv, drafted = chunk.sequence, chunk.sequence.kv, len(chunk.drafted)
+        chunk = chunk._replace(end=chunk.end - drafted + len(accepted), drafted=accepted)
+        sequence.accept_drafted(accepted)
+        if chunk.pages is kv.pages:  # else preempted since the step was planned
+            kv.computed = chunk.end
+        self._throughput.add(OUTPUT_TOKEN * len(accepted))
+        self._counters.drafts_verified(sequence, drafted, len(accepted))
+        return chunk
 
     def written(self, chunk: Chunk) -> None:
         """Record that a chunk's keys and values are written; make its full pages shareable.
@@ -324,7 +345,8 @@ class Scheduler:
         return step_budget.background_tokens(rows)
 
     def _schedule_decodes(self, active: list[Sequence]) -> list[Chunk]:
-        """Return a chunk of each decoding sequence, in the background of as many as may decode.
+        """Return a chunk of each decoding sequence whose next token is known or pending, in the
+        background of as many as may decode.
 
         Preempt sequences if there are too few KV pages for all.
 
@@ -337,7 +359,7 @@ class Scheduler:
         while index < len(active):
             sequence = active[index]
             pauses = sequence.background and sequence.decode_tokens > self._background_tokens
-            if pauses or not sequence.decodes:
+            if pauses or not sequence.decodes or sequence.awaits_verification:
                 index += 1
             elif self._cache.grow(sequence.kv, sequence.length):
                 chunks.append(Chunk.of(sequence, sequence.decode_tokens))
@@ -346,6 +368,35 @@ class Scheduler:
             else:  # preempts the youngest of the tenant furthest ahead, perhaps this very sequence
                 self._preempt(active.pop())
         return chunks
+
+    def _with_drafts(self, decodes: list[Chunk], active: list[Sequence]) -> list[Chunk]:
+        """Add drafted tokens to the chunks of decodes, if that pays and takes nothing from others.
+
+        Where sequences await verification, the others make no drafts, so that all that draft do it
+        in the same steps. Models with delta nets cannot take back states, so they have no drafts.
+
+        active: running sequences that still compute tokens.
+        """
+        if self._drafts is None or self._cache.states is not None:
+            return decodes
+        if not decodes or any(sequence.awaits_verification for sequence in active):
+            return decodes
+        waiting, limits = len(self.waiting), self._limits
+        room = min(  # the step samples no more tokens than there may be sequences
+            limits.sequences - len(active) - waiting,
+            limits.tokens - sum(chunk.length for chunk in decodes),
+        )
+        alone = len(decodes) == len(active) and not waiting
+        drafts = self._drafts.choose([chunk.sequence for chunk in decodes], room, alone=alone)
+        if not self._cache.may_all_grow(len(active) + sum(map(len, drafts.values()))):
+            return decodes
+        for at, chunk in enumerate(decodes):
+            if drafted := drafts.get(chunk.sequence):
+                end = chunk.end + len(drafted)
+                grown = self._cache.grow(chunk.sequence.kv, end)
+                assert grown, "a draft without KV pages"
+                decodes[at] = chunk._replace(end=end, drafted=drafted)
+        return decodes
 
     def _count_background(self, chunk: Chunk) -> None:
         if chunk.sequence.background:

@@ -21,6 +21,7 @@ from lorikeet_engine.scheduling.kv_cache import (
     StateUse,
     TokenIds,
 )
+from lorikeet_engine.scheduling.prompt_lookup import PromptLookup
 
 
 class SequenceStatus(Enum):
@@ -126,6 +127,8 @@ class SequenceTimings:
     cached_tokens: prompt tokens found in the KV cache when the sequence first began.
     preemptions: number of times that the sequence was preempted.
     steps: number of steps that the sequence took part in.
+    drafted_tokens: number of drafted tokens that steps have verified.
+    accepted_tokens: number of these tokens that became tokens of the output.
     member_tiers, members_loaded_s: like residency and loaded_s, for each adapter of a composition.
     """
 
@@ -139,6 +142,8 @@ class SequenceTimings:
     cached_tokens: int = 0
     preemptions: int = 0
     steps: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
     member_tiers: tuple[Residency, ...] = ()
     members_loaded_s: tuple[float, ...] = ()
 
@@ -162,6 +167,8 @@ class SequenceTimings:
             cached_tokens=self.cached_tokens,
             preemptions=self.preemptions,
             steps=self.steps,
+            drafted_tokens=self.drafted_tokens,
+            accepted_tokens=self.accepted_tokens,
             members=self._member_loads(queued_s) if self.member_tiers else (),
         )
 
@@ -176,6 +183,7 @@ class Sequence:
     """Tokens of one choice, prompt and output, and the resources held for them.
 
     A forced token is the only one that the grammar allows: it is computed without being sampled.
+    A drafted token is a predicted one, accepted if the token sampled in its place is the same.
 
     choice: index of the choice in its request.
     arrival: number of the sequence in the order of arrival.
@@ -193,6 +201,9 @@ class Sequence:
     length: number of tokens, pending and forced ones included.
     decode_tokens: number of tokens that the next decode computes: the last sampled token and the
         forced tokens.
+    awaits_verification: whether a step was launched that verifies drafted tokens, and the host has
+        not read which of them are accepted. The sequence takes part in no step until then.
+    lookup: source of drafts; None before the first use.
     kv: KV pages of the sequence.
     adapter: adapter that changes the sequence's tokens; None for the base model alone, also if the
         prompt does not have the invocation tokens of the request's activated LoRA.
@@ -242,6 +253,8 @@ class Sequence:
         self.pending_rows: list[int] = []
         self.forced: tuple[int, ...] = ()
         self.decode_tokens = 1
+        self.awaits_verification = False
+        self.lookup: PromptLookup | None = None
         self.prompt_length, self.length = len(self.prompt), len(self.tokens)
         self.kv = SequencePages(self.tokens, prompt_keys)
         self.adapter = None if prompt_keys.adapter_digest is None else request.adapter
@@ -285,6 +298,12 @@ class Sequence:
     def below_min_tokens(self) -> bool:
         """Whether the output is shorter than the request's min_tokens."""
         return self.output_length < self.request.sampling.min_tokens
+
+    def begin_lookup(self) -> PromptLookup:
+        """Create `lookup` from the tokens that the host knows, and return it."""
+        left = self.prompt_length + self.max_tokens - len(self.tokens)
+        self.lookup = PromptLookup(self.tokens, left)
+        return self.lookup
 
     @property
     def remaining(self) -> int:
@@ -340,6 +359,15 @@ class Sequence:
         if self.complete:  # nothing more is sampled, and another sequence may take the slot
             self._release_penalty_slot()
 
+    def accept_drafted(self, tokens: tuple[int, ...]) -> None:
+        """Append the drafted tokens that equal the oldest sampled tokens not read yet.
+
+        A further token, sampled behind these, remains pending.
+        """
+        self.awaits_verification = False
+        self.length += len(tokens)
+        self._append(tokens)
+
     def accept(self, token: int) -> FinishReason | None:
         """Append the oldest sampled token that was not read yet, and the tokens forced after it.
 
@@ -354,15 +382,20 @@ class Sequence:
             return FinishReason.STOP
         del self.pending_rows[0]
         accepted, self.forced = (token, *self.forced), ()
-        if isinstance(self.tokens, tuple):
-            self.tokens = self.kv.tokens = list(self.tokens)
-        self.tokens.extend(accepted)
+        self._append(accepted)
         if self.matcher is not None:
             for each in accepted:
                 self.matcher.accept(each)
             if self.matcher.must_end:
                 return FinishReason.STOP
         return FinishReason.LENGTH if self.complete and not self.pending_rows else None
+
+    def _append(self, tokens: tuple[int, ...]) -> None:
+        if isinstance(self.tokens, tuple):
+            self.tokens = self.kv.tokens = list(self.tokens)
+        self.tokens.extend(tokens)
+        if self.lookup is not None:
+            self.lookup.extend(tokens)
 
     def _release_penalty_slot(self) -> None:
         if self.penalty_slot is not None:
@@ -378,6 +411,8 @@ class Chunk(NamedTuple):
         sequence that is preempted later gets other pages.
     state: use that the step makes of the sequence's state of delta nets; None in a model without
         delta nets.
+    drafted: predicted tokens at the chunk's end. A token is sampled in the place of each of them,
+        and one behind the last.
     """
 
     sequence: Sequence
@@ -386,6 +421,7 @@ class Chunk(NamedTuple):
     completes: bool
     pages: "list[array[int]]"
     state: StateUse | None = None
+    drafted: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, sequence: Sequence, max_tokens: int) -> "Chunk":
@@ -400,6 +436,11 @@ class Chunk(NamedTuple):
     def length(self) -> int:
         """Number of tokens in the chunk."""
         return self.end - self.start
+
+    @property
+    def rows(self) -> int:
+        """Number of tokens that are sampled from the chunk, each from a row of the logits."""
+        return 1 + len(self.drafted) if self.completes else 0
 
     @property
     def lease(self) -> AdapterLease | None:

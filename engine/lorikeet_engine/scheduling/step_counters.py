@@ -46,12 +46,23 @@ class StepCounters:
         self.inter_token_s = {tier: Histogram(STEP_S) for tier in (None, *Residency)}
         self.states = StateCounts()
         self.preemptions = self.prompt_tokens = self.cached_tokens = self.output_tokens = 0
+        self.drafted_tokens = self.accepted_tokens = 0
         self._read_s = 0.0  # time at which the last step was read
 
     def sequence_begun(self, sequence: Sequence) -> None:
         """Count the prompt tokens of a choice that begins, and how many the KV cache had."""
         self.prompt_tokens += sequence.prompt_length
         self.cached_tokens += sequence.timings.cached_tokens
+
+    def drafts_verified(self, sequence: Sequence, drafted: int, accepted: int) -> None:
+        """Count drafted tokens of a sequence that a step has verified.
+
+        accepted: number of those that became tokens of the output.
+        """
+        self.drafted_tokens += drafted
+        self.accepted_tokens += accepted
+        sequence.timings.drafted_tokens += drafted
+        sequence.timings.accepted_tokens += accepted
 
     def step_read(self, launch: StepLaunch) -> float:
         """Count a step whose tokens the host has just read; return the seconds that it took.

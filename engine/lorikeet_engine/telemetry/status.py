@@ -154,6 +154,8 @@ class EngineStatus:
     prompt_tokens: number of prompt tokens of the choices that have begun.
     cached_tokens: number of these prompt tokens that were in the KV cache.
     output_tokens: number of tokens delivered to requests.
+    drafted_tokens: number of drafted tokens that steps have verified (speculative decoding).
+    accepted_tokens: number of drafted tokens that became output tokens.
     step_s: seconds from a step's launch to the reading of its tokens. If the previous step was read
         after the launch, the time starts when that step was read.
     step_sequences: numbers of sequences in a step.
@@ -176,6 +178,8 @@ class EngineStatus:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
     step_s: Distribution = field(default_factory=Distribution)
     step_sequences: Distribution = field(default_factory=Distribution)
     step_adapters: Distribution = field(default_factory=Distribution)

@@ -2,7 +2,7 @@
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lorikeet.answer_stream.detokenizer import Detokenizer, StopStrings, Vocabulary
 from lorikeet.answer_stream.forced_gemma_calls import ForcedGemmaParser
@@ -99,7 +99,33 @@ class ChoiceStream:
         return self._text.stop_string
 
     def take(self, output: Tokens) -> OutputDelta:
-        """Convert new tokens of the choice; return the new thinking, text and tool calls."""
+        """Convert new tokens of the choice; return the new thinking, text and tool calls.
+
+        Tokens after a stop string or a single tool call are not part of the choice.
+        """
+        parser, count = self._parser, len(output.token_ids)
+        if not isinstance(parser, ToolCallParser) or parser.parallel or count < 2:
+            return self._take(output)
+        deltas = list[OutputDelta]()
+        for at in range(count):  # the call may end at each
+            one = replace(
+                output,
+                token_ids=output.token_ids[at : at + 1],
+                logprobs=output.logprobs[at : at + 1],
+                finish=output.finish if at == count - 1 else None,
+            )
+            deltas.append(self._take(one))
+            if self.finish is not None:
+                break
+        return OutputDelta(
+            "".join(delta.text for delta in deltas),
+            [call for delta in deltas for call in delta.calls],
+            [scored for delta in deltas for scored in delta.logprobs],
+            "".join(delta.reasoning for delta in deltas),
+            [token for delta in deltas for token in delta.token_ids],
+        )
+
+    def _take(self, output: Tokens) -> OutputDelta:
         begin = self.tokens
         text = self._text.push(output.token_ids)
         if output.finish is not None:

@@ -30,12 +30,13 @@ class ToolCallParser:
     and after the last call is dropped.
 
     done: True once the choice has its only call, if the client allows one call at most.
+    parallel: whether the client allows several calls.
     parsed: number of characters assigned to text or calls so far.
     """
 
     def __init__(self, syntax: ToolSyntax, use: ToolUse) -> None:
         self._syntax = syntax
-        self._parallel = use.parallel
+        self.parallel = use.parallel
         self._parameters = use.parameters
         # Text that is held back: parts already parsed, then the unparsed rest.
         self._held: list[str] = []  # whitespace, opening mark, whitespace
@@ -163,11 +164,11 @@ class ToolCallParser:
         """
         held = (*self._held, *self._body, *self._behind, self._take_rest(closing))
         self.parsed += sum(map(len, held))
-        for name, arguments in self._found if self._parallel else self._found[:1]:
+        for name, arguments in self._found if self.parallel else self._found[:1]:
             self._new_parts += whole_call(self._calls, name, arguments)
             self._calls += 1
         self._held, self._body, self._behind = [], [], []
-        self.done = not self._parallel
+        self.done = not self.parallel
         self._look = self._look_for_opening
 
     def _no_call(self) -> None:

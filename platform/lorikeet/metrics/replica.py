@@ -121,6 +121,18 @@ def _engine(status: EngineStatus) -> Iterator[Metric]:
             "output": status.output_tokens,
         },
     )
+    yield counter(
+        "lorikeet_drafted_tokens_total",
+        "Drafted tokens that steps have verified, by the source of drafts.",
+        "source",
+        {"lookup": status.drafted_tokens},
+    )
+    yield counter(
+        "lorikeet_accepted_tokens_total",
+        "Drafted tokens that became output tokens, by the source of drafts.",
+        "source",
+        {"lookup": status.accepted_tokens},
+    )
 
 
 def _states(states: StateUsage) -> Iterator[Metric]:

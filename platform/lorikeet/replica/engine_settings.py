@@ -49,6 +49,7 @@ def engine_settings(settings: Settings, base_model: str) -> EngineSettings:
         max_adapter_bytes=settings.max_adapter_bytes,
         inter_token_goal_s=goal_ms / 1000 if goal_ms is not None else None,
         overlap=device == "cuda",
+        speculation=settings.speculation,
         tensor_parallel=settings.tensor_parallel[base_model],
     )
 

@@ -47,12 +47,17 @@ def explain(record: RequestRecord, *, for_admin: bool) -> Json:
         "load_ms": _ms(record.load_s),
         "tokens": None,
         "preemptions": None,
+        "drafts": None,
         "retries": record.retries,
         "resumed": list(record.resumed),
     }
     if (usage := record.usage) is not None:
         explanation["tokens"] = _tokens(usage)
         explanation["preemptions"] = sum(timings.preemptions for timings in record.timings)
+        explanation["drafts"] = {
+            "drafted": sum(timings.drafted_tokens for timings in record.timings),
+            "accepted": sum(timings.accepted_tokens for timings in record.timings),
+        }
     if for_admin:
         explanation["replica_status"] = {"running": record.running, "waiting": record.waiting}
         explanation["attempts"] = [_attempt(record, attempt) for attempt in record.attempts]

@@ -105,6 +105,8 @@ def _summary(found: Json) -> Iterator[str]:
             f"Tokens: {tokens['prompt']} in, {tokens['cached']} of them cached,"
             f" {tokens['output']} out; {found['preemptions']} preemptions"
         )
+    if (drafts := found["drafts"]) and drafts["drafted"]:
+        yield f"Drafted tokens: {drafts['drafted']}, {drafts['accepted']} of them accepted"
 
 
 def _member(each: Json) -> str:

@@ -1,0 +1,167 @@
+"""Choice of the drafted tokens that a step verifies (speculative decoding).
+
+A draft predicts tokens of a decoding sequence (prompt_lookup.py). The step computes the drafted
+tokens behind the sequence's last token, and samples a token behind each of them, with the random
+number that the token would be drawn with in a later step. As long as the sampled tokens equal the
+drafted ones, each was computed from the right tokens, so all of them are the sequence's next
+tokens: the same ones as without drafts. The keys and values behind the first different token are
+written anew.
+
+How many tokens a drafting sequence gets is known only once the host has read them, so the sequence
+takes no part in the step that is launched meanwhile. With N decodes, of which D have a draft, and K
+drafted tokens, of which E are expected to come true, all decodes drafting get
+
+    (N + E) / (step_s(N + K) + _GAP_S)    instead of    N / step_s(N)
+
+tokens a second. If there are others, whose next step does not wait, they get
+
+    (2 N − D + E) / (step_s(N + K) + step_s(N))
+
+and the step with drafts may take only little longer than without.
+"""
+
+import math
+from itertools import islice, takewhile
+from typing import NamedTuple
+
+from lorikeet_engine.costs import StepCosts
+from lorikeet_engine.scheduling.sequence import Sequence
+
+MOST_DRAFTED = 8
+"""Maximum number of drafted tokens of a sequence in a step."""
+
+# Acceptance below which no draft is made.
+_LEAST_ACCEPTANCE = 0.25
+# Tokens per second that drafts must gain; less might be an error of the estimate.
+_LEAST_GAIN = 1.1
+# Longest time of a step with drafts beside sequences without, relative to the step without drafts.
+_LONGEST = 1.04
+# Assumed time for which the device waits, if no step can be launched before drafts are read.
+_GAP_S = 1e-3
+
+
+class _Draft(NamedTuple):
+    """Draft of one sequence.
+
+    acceptance: probability that a token comes true if all tokens before it do.
+    skipped: number of predicted tokens before the first drafted one: 1 if the host has not read the
+        sequence's last token yet.
+    """
+
+    sequence: Sequence
+    tokens: list[int]
+    acceptance: float
+    skipped: int
+
+    def odds(self) -> list[float]:
+        """Return for each drafted token the probability that it is accepted."""
+        first = self.skipped + 1
+        return [self.acceptance**at for at in range(first, first + len(self.tokens))]
+
+
+class DraftBudget:
+    """Choice of drafts by each sequence's acceptance so far and the costs of steps."""
+
+    def __init__(
+        self, costs: StepCosts, sizes: tuple[int, ...] = (), goal_s: float | None = None
+    ) -> None:
+        """Take what predicts and what bounds the time of steps.
+
+        sizes: numbers of tokens to which small steps are padded, ascending; empty without padding.
+        goal_s: longest time that a step with decodes may take; None: no goal.
+        """
+        self._costs, self._sizes = costs, sizes
+        self._longest_s = math.inf if goal_s is None else goal_s
+
+    def choose(
+        self, decodes: list[Sequence], room: int, *, alone: bool
+    ) -> dict[Sequence, tuple[int, ...]]:
+        """Return the drafted tokens of sequences in the next step; {} if drafts would not pay.
+
+        decodes: sequences that decode in the step.
+        room: maximum number of drafted tokens.
+        alone: whether no other sequence computes or waits.
+        """
+        if room <= 0:
+            return {}
+        drafts = [draft for each in decodes if (draft := _draft_of(each)) is not None]
+        counts = dict[Sequence, int]()
+        if drafts and alone and len(drafts) == len(decodes):
+            tokens = ((odds, draft) for draft in drafts for odds in draft.odds())
+            likeliest = sorted(tokens, key=lambda token: -token[0])[:room]
+            counts = self._best(likeliest, decodes, together=True)
+        if drafts and not counts:
+            longest = sorted(drafts, key=lambda draft: -sum(draft.odds()))
+            tokens = ((odds, draft) for draft in longest for odds in draft.odds())
+            counts = self._best([*islice(tokens, room)], decodes, together=False)
+        return {
+            draft.sequence: tuple(draft.tokens[:count])
+            for draft in drafts
+            if (count := counts.get(draft.sequence, 0))
+        }
+
+    def _best(
+        self, tokens: list[tuple[float, _Draft]], decodes: list[Sequence], *, together: bool
+    ) -> dict[Sequence, int]:
+        """Return the number of drafted tokens of each sequence with which most tokens are expected;
+        {} if that is not enough more than without drafts.
+
+        tokens: drafted tokens in the order in which they are taken, each as the probability that it
+            is accepted and its draft.
+        together: whether all sequences must have a draft, so that none computes in the next step.
+        """
+        count, context = len(decodes), sum(self._costs.decode_sees(s.length) for s in decodes)
+        plain_s = self._step_s(count, 0, context)
+        best, most = dict[Sequence, int](), _LEAST_GAIN * count / plain_s
+        counts, expected, begin = dict[Sequence, int](), 0.0, 0
+        for end in self._ends(count, len(tokens)):
+            for odds, draft in tokens[begin:end]:
+                counts[draft.sequence] = counts.get(draft.sequence, 0) + 1
+                expected += odds
+            begin, step_s = end, self._step_s(count, end, context)
+            if step_s > self._longest_s or (not together and step_s > _LONGEST * plain_s):
+                break
+            if not together:
+                per_s = (2 * count - len(counts) + expected) / (step_s + plain_s)
+            elif len(counts) == count:
+                per_s = (count + expected) / (step_s + _GAP_S)
+            else:
+                continue
+            if per_s > most:
+                best, most = counts.copy(), per_s
+        return best
+
+    def _ends(self, decodes: int, most: int) -> list[int]:
+        """Return the numbers of drafted tokens to consider, ascending: those that fill a step up to
+        a size to which it is padded, and all tokens.
+        """
+        sizes = self._sizes or tuple(decodes << power for power in range(1, 4))
+        return sorted({min(size - decodes, most) for size in sizes if size > decodes} | {most})
+
+    def _step_s(self, decodes: int, drafted: int, context: float) -> float:
+        """Return the seconds of a step.
+
+        drafted: number of drafted tokens.
+        context: number of tokens that the decodes attend to.
+        """
+        tokens = decodes + drafted
+        padded = next((size for size in self._sizes if size >= tokens), tokens)
+        seen = round(drafted * context / decodes)
+        return self._costs.step_s(padded, 0, context, seen=seen)
+
+
+def _draft_of(sequence: Sequence) -> _Draft | None:
+    """Return the draft of a decoding sequence; None if it cannot have any.
+
+    Grammars force tokens themselves, and restrict each token by those before it. Sequences in the
+    background get only what others leave.
+    """
+    if sequence.matcher is not None or sequence.background or not sequence.output_length:
+        return None
+    lookup, skipped = sequence.lookup or sequence.begin_lookup(), len(sequence.pending_rows)
+    most = min(MOST_DRAFTED, sequence.max_tokens - sequence.output_length - 1)
+    if most <= 0 or lookup.acceptance < _LEAST_ACCEPTANCE:
+        most = -skipped
+    predicted = lookup.predict(skipped + most)[skipped:]
+    tokens = list(takewhile(lambda token: token not in sequence.stop_ids, predicted))
+    return _Draft(sequence, tokens, lookup.acceptance, skipped) if tokens else None

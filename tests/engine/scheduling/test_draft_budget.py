@@ -1,0 +1,97 @@
+"""Drafts are made only where the costs of steps say that they gain, and take little from others."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from lorikeet_engine.costs import StepCosts
+from lorikeet_engine.scheduling.draft_budget import MOST_DRAFTED, DraftBudget
+
+COSTS = StepCosts()  # of Llama-3.1-8B on an H200
+SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
+
+
+class Predicting:
+    """Decoding sequence with predictions that come true with a probability."""
+
+    def __init__(self, acceptance, *, pending=0, left=100, stop_ids=(), length=512):
+        self.lookup = SimpleNamespace(
+            acceptance=acceptance, predict=lambda most: list(range(100, 100 + most))
+        )
+        self.matcher, self.output_length, self.length = None, 5, length
+        self.background = False
+        self.max_tokens, self.stop_ids = 5 + left, stop_ids
+        self.pending_rows = [0] * pending
+
+
+def drafted(*sequences, room=256, alone=True, **settings):
+    """Return the number of drafted tokens of each sequence."""
+    budget = DraftBudget(COSTS, SIZES, **settings)
+    drafts = budget.choose(list(sequences), room, alone=alone)
+    return [len(drafts.get(sequence, ())) for sequence in sequences]
+
+
+def test_one_sequence_drafts_all_it_can_if_it_mostly_comes_true():
+    assert drafted(Predicting(0.9)) == [MOST_DRAFTED]
+    assert drafted(Predicting(0.95, pending=1)) == [MOST_DRAFTED]
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_poor_predictions_are_not_drafted(alone):
+    assert drafted(Predicting(0.2), alone=alone) == [0]
+    assert drafted(*(Predicting(0.2) for _ in range(32)), alone=alone) == [0] * 32
+
+
+def test_beside_others_more_than_a_token_must_come_true():
+    others = [Predicting(0.0) for _ in range(7)]
+    assert drafted(Predicting(0.6), *others, alone=True)[0] == 0  # 0.6 + 0.36 + … < 1.5
+    assert drafted(Predicting(0.95), *others, alone=True) == [MOST_DRAFTED] + [0] * 7
+
+
+def test_drafts_lengthen_the_steps_of_others_by_four_percent_at_most():
+    drafting = [Predicting(0.99, length=64) for _ in range(12)]
+    found = sum(drafted(*(Predicting(0.0, length=64) for _ in range(12)), *drafting))
+    assert found > 0
+    size = next(size for size in SIZES if size >= 24 + found)
+    plain_s = COSTS.step_s(24, 0, 24 * 64)
+    assert COSTS.step_s(size, 0, 24 * 64, seen=found * 64) <= 1.04 * plain_s
+    assert found < 12 * MOST_DRAFTED == sum(drafted(*drafting))
+
+
+def test_the_likeliest_tokens_are_drafted_first():
+    often, seldom = Predicting(0.9), Predicting(0.5)
+    many, few = drafted(often, seldom, room=4)
+    assert many > few
+
+
+def test_the_room_bounds_drafts():
+    assert sum(drafted(*(Predicting(0.9) for _ in range(4)), room=5)) <= 5
+    assert drafted(Predicting(0.9), room=0) == [0]
+
+
+def test_a_batch_so_large_that_rows_cost_time_has_no_drafts():
+    assert not any(drafted(*(Predicting(0.6) for _ in range(256)), room=256))
+
+
+def test_no_step_exceeds_the_goal():
+    assert drafted(Predicting(0.9), goal_s=4e-3) == [0]
+    assert drafted(Predicting(0.9), goal_s=5e-3) == [MOST_DRAFTED]
+
+
+def test_a_draft_ends_before_the_last_token_and_before_a_stop_id():
+    assert drafted(Predicting(0.95, left=4)) == [3]
+    assert drafted(Predicting(0.95, left=1)) == [0]
+    assert drafted(Predicting(0.95, stop_ids=(103,))) == [3]
+    assert drafted(Predicting(0.95, pending=1, stop_ids=(103,))) == [2]
+
+
+def test_the_token_that_is_not_read_yet_is_not_drafted():
+    budget, sequence = DraftBudget(COSTS, SIZES), Predicting(0.95, pending=1)
+    (tokens,) = budget.choose([sequence], 256, alone=True).values()
+    assert tokens == tuple(range(101, 101 + len(tokens)))
+
+
+def test_sequences_with_a_grammar_or_in_the_background_have_no_draft():
+    grammatical, background = Predicting(0.95), Predicting(0.95)
+    grammatical.matcher, background.background = object(), True
+    assert drafted(grammatical) == drafted(background) == [0]

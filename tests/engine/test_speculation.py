@@ -1,0 +1,270 @@
+"""Speculation by prompt lookup changes no token, log probability or end of any answer.
+
+test_random_traffic.py has drafts in random traffic, with preemptions, aborts and failed steps.
+"""
+
+import pytest
+
+from lorikeet_engine.adapter import Composition
+from lorikeet_engine.errors import SettingsError
+from lorikeet_engine.request import LogprobsMode, Request, SamplingParams
+from lorikeet_engine.scheduling import draft_budget
+from lorikeet_engine.scheduling.draft_budget import MOST_DRAFTED, DraftBudget
+from lorikeet_engine.scheduling.fairness import OUTPUT_TOKEN, PROMPT_TOKEN
+from tests.engine.descending_grammar import DescendingGrammars
+from tests.engine.engine_driver import (
+    Answers,
+    RecordingRunner,
+    build,
+    greedy,
+    load_adapters,
+    nothing_is_held,
+    prompt,
+)
+from tests.engine.peft_adapters import invoking, save_adapter
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+TOKENS = 40
+INVOCATION = [7, 9]
+# Most tokens are one of three, so answers soon repeat themselves. A fourth may stop them.
+FEW = ((7, 90.0), (9, 91.0), (11, 92.5), (13, 88.5))
+DRAWN = {"temperature": 1.0, "logit_bias": FEW, "seed": 5}
+PROCESSED = LogprobsMode.PROCESSED
+WAYS = {
+    "greedy": {"temperature": 0.0, "logit_bias": FEW},
+    "logprobs": {"temperature": 0.0, "logit_bias": FEW, "logprobs": 2, "prompt_logprobs": 1},
+    "drawn": DRAWN,
+    "filtered": {**DRAWN, "top_k": 2, "top_p": 0.9, "min_p": 0.05, "logprobs": 3},
+    "processed": {**DRAWN, "top_p": 0.8, "logprobs": 3, "logprobs_mode": PROCESSED},
+    "penalties": {**DRAWN, "frequency_penalty": 0.2, "presence_penalty": 0.3, "logprobs": 0},
+    "repetition": {**DRAWN, "repetition_penalty": 1.05, "logprobs": 3, "logprobs_mode": PROCESSED},
+    "stop": {**DRAWN, "stop_token_ids": (13,), "seed": 1},
+    "kept stop": {**DRAWN, "stop_token_ids": (13,), "keep_stop_token": True, "seed": 2},
+    "min_tokens": {**DRAWN, "stop_token_ids": (9, 13), "min_tokens": 20},
+    "grammar": {"temperature": 0.0, "grammar": "below 250, end under 5, by one from 90 to 70"},
+}
+
+
+def sampling(way):
+    return SamplingParams(**{"max_tokens": TOKENS, "ignore_eos": True, **WAYS[way]})
+
+
+@pytest.fixture
+def eager(monkeypatch):
+    """Let all sequences draft that can, at any cost; check that drafts are of their own tokens."""
+    monkeypatch.setattr(draft_budget, "_LEAST_GAIN", 0.0)
+    monkeypatch.setattr(draft_budget, "_LONGEST", 1e9)
+    choose = DraftBudget.choose
+
+    def checked(*arguments, **more):
+        drafts = choose(*arguments, **more)
+        for sequence, tokens in drafts.items():
+            assert len(tokens) <= MOST_DRAFTED
+            assert set(sequence.tokens).issuperset(tokens)
+        return drafts
+
+    monkeypatch.setattr(DraftBudget, "choose", checked)
+
+
+def asked(refs, every):
+    """Yield requests of all adapters and ways, but only one of `every` pairs."""
+    for adapter, (name, ref) in enumerate(refs.items()):
+        for at, way in enumerate(WAYS):
+            if (adapter + at) % every:
+                continue
+            ids = prompt(15 + 4 * at)
+            if name == "activated":
+                ids = invoking(ids, INVOCATION)
+            yield Request(f"{name} {way}", (tuple(ids),), sampling(way), 1 + at % 2, ref)
+
+
+@pytest.mark.parametrize(
+    ("family", "every", "overlap"),
+    [
+        ("llama", 4, True),
+        *(
+            pytest.param(family, 1, overlap, marks=pytest.mark.soak)
+            for family in ("llama", "mistral", "qwen3_moe", "gemma3_text", "glm4_moe_lite")
+            for overlap in (True, False)
+        ),
+    ],
+)
+def test_all_features_answer_the_same(
+    family, every, overlap, eager, tiny_checkpoints, shelf, tmp_path, close_later
+):
+    checkpoint, linears = tiny_checkpoints[family], ["q_proj", "v_proj", "o_proj"]
+
+    def adapter(name, **lora):
+        folder = save_adapter(checkpoint, tmp_path / name, len(name), lora_alpha=16, **lora)
+        return shelf.add(folder, name)
+
+    first = adapter("first", r=8, target_modules=linears)
+    refs = {
+        None: None,
+        "first": first,
+        "head": adapter("head", r=4, target_modules=["q_proj", "lm_head"]),
+        "both": Composition((first, adapter("other", r=3, target_modules=linears)), (1.0, -0.5)),
+        "activated": adapter(
+            "activated", r=6, target_modules=linears, alora_invocation_tokens=INVOCATION
+        ),
+    }
+    told = {}
+    for speculation in ("off", "lookup"):
+        engine = build(
+            checkpoint,
+            shelf,
+            tmp_path / speculation,
+            grammars=DescendingGrammars(),
+            speculation=speculation,
+            overlap=overlap,
+            max_batch_tokens=256,
+            kv_pages=500,
+        )
+        answers = Answers(close_later(engine))
+        load_adapters(answers, refs.values())
+        for request in asked(refs, every):
+            answers.submit(request)
+        answers.all()
+        for name, ref in refs.items():  # over cached pages of answers that had drafts
+            turns = [*prompt(15), *answers.tokens.get((f"{name} greedy", 0), ()), *prompt(3)]
+            answers.submit(greedy(f"{name} greedy, next", turns, adapter=ref))
+        answers.all()
+        assert not answers.errors
+        assert nothing_is_held(engine)
+        told[speculation] = answers
+    off, on = told["off"], told["lookup"]
+    assert on.tokens == off.tokens
+    assert on.finish == off.finish
+    for choice, outputs in off.outputs.items():
+        scores, others = (
+            [score for output in each for score in output.logprobs]
+            for each in (outputs, on.outputs[choice])
+        )
+        values = [score.logprob for score in others]
+        assert values == pytest.approx([score.logprob for score in scores], abs=1e-4)
+        assert len(scores) in (0, len(off.tokens[choice]))
+    before, status = off.engine.status(), on.engine.status()
+    assert (before.drafted_tokens, before.accepted_tokens) == (0, 0)
+    assert 50 < status.accepted_tokens < status.drafted_tokens - 20
+    timings = [outputs[-1].timings for outputs in on.outputs.values()]
+    assert sum(each.drafted_tokens for each in timings) == status.drafted_tokens
+    assert sum(each.accepted_tokens for each in timings) == status.accepted_tokens
+    by_way = dict.fromkeys(WAYS, 0)
+    for (name, _), outputs in on.outputs.items():
+        way = name.split(" ", 1)[1].removesuffix(", next")
+        by_way[way] += outputs[-1].timings.accepted_tokens
+    assert not by_way["grammar"]
+    if every == 1:
+        idle = {way for way, accepted in by_way.items() if not accepted}
+        assert idle <= {"grammar", "stop", "kept stop"}  # those may stop early
+
+
+@pytest.fixture
+def make(tiny_checkpoints, shelf, tmp_path, close_later):
+    """Engines over a tiny checkpoint, closed at the end."""
+
+    def make(family="llama", **settings):
+        settings = {"speculation": "lookup", "max_batch_tokens": 256, **settings}
+        return close_later(build(tiny_checkpoints[family], shelf, tmp_path / "cache", **settings))
+
+    return make
+
+
+def repeating(name, tokens=TOKENS, token=7):
+    """Request whose answer repeats one token."""
+    return greedy(name, prompt(9), max_tokens=tokens, logit_bias=((token, 100.0),))
+
+
+def lengths(batch):
+    """Return the number of tokens of each sequence in a batch."""
+    return [int(length) for length in batch.query_starts[1:] - batch.query_starts[:-1]]
+
+
+def test_a_repetition_takes_a_step_for_nine_tokens(make, eager):
+    engine = make()
+    witness, answers = RecordingRunner(engine), Answers(engine)
+    answers.submit(repeating("r"))
+    answers.all()
+    assert answers.of("r") == [7] * TOKENS
+    steps = answers.outputs["r", 0][-1].timings.steps
+    assert steps == len(witness.batches) < 14
+    assert max(map(max, map(lengths, witness.batches[1:]))) == 1 + MOST_DRAFTED
+    assert sum(len(output.token_ids) for output in answers.outputs["r", 0]) == TOKENS
+    status = engine.status()
+    assert status.output_tokens == TOKENS
+    assert TOKENS - steps <= status.accepted_tokens <= status.drafted_tokens
+
+
+def test_others_are_in_every_step_and_wait_for_no_draft(make, eager):
+    engine = make(max_running=32)
+    witness, answers = RecordingRunner(engine), Answers(engine)
+    drawn = Request("drawn", (tuple(prompt(12)),), SamplingParams(TOKENS, seed=3, ignore_eos=True))
+    answers.submit(repeating("r", 200))
+    answers.submit(drawn)
+    answers.until(lambda: ("drawn", 0) in answers.finish)
+    assert answers.outputs["drawn", 0][-1].timings.steps == TOKENS
+    assert len(witness.batches) <= TOKENS + 2
+    assert any(max(lengths(batch)) > 1 for batch in witness.batches[1:])
+
+
+def test_a_full_batch_has_no_drafts(make):
+    engine = make(max_running=4)
+    answers = Answers(engine)
+    for name in "abcd":
+        answers.submit(repeating(name))
+    answers.until(lambda: len(answers.finish) == 4)
+    assert engine.status().drafted_tokens == 0
+
+
+def test_a_hybrid_has_no_drafts(make):
+    engine = make("qwen3_5_text")
+    answers = Answers(engine)
+    answers.submit(repeating("r"))
+    answers.all()
+    assert answers.of("r") == [7] * TOKENS
+    assert engine.status().drafted_tokens == 0
+
+
+def test_a_draft_lengthens_no_answer(make, eager):
+    answers = Answers(make())
+    for tokens in range(1, 24):
+        answers.submit(repeating("r", tokens))
+        answers.all()
+        assert answers.of("r") == [7] * tokens
+
+
+def test_drafted_tokens_are_charged_as_prompt_tokens(make, eager):
+    engine = make()
+    answers = Answers(engine)
+    answers.submit(repeating("r"))
+    answers.until(lambda: ("r", 0) in answers.tokens)
+    (sequence,) = engine._scheduler.running
+    counter, steps = sequence.cost.counter, sequence.timings.steps
+    before = counter.value
+    answers.all()
+    status, steps = engine.status(), sequence.timings.steps - steps
+    assert status.drafted_tokens > 0
+    cost = OUTPUT_TOKEN * steps + PROMPT_TOKEN * status.drafted_tokens
+    assert counter.value - before == pytest.approx(cost)
+
+
+def test_an_unknown_speculation_is_refused(make):
+    with pytest.raises(SettingsError, match="speculation='eagle': want off or lookup"):
+        make(speculation="eagle")
+
+
+@pytest.mark.soak
+def test_ranks_of_several_processes_draft_alike(make, eager):
+    told = []
+    for ranks in (1, 2):
+        answers = Answers(make(tensor_parallel=ranks), within_s=120.0)
+        for at, way in enumerate(WAYS):
+            if way != "grammar":
+                answers.submit(Request(way, (tuple(prompt(9 + at)),), sampling(way)))
+        answers.all()
+        assert not answers.errors
+        assert answers.engine.status().accepted_tokens > 50
+        told.append(answers.tokens)
+        answers.engine.close()
+    assert told[0] == told[1]
