@@ -190,7 +190,7 @@ def _answer(response: httpx.Response) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Update selectors forever. An error ends the process, and Kubernetes restarts it."""
+    """Run update_selectors forever. An error ends the process, and Kubernetes restarts it."""
     log_to_stderr()
     namespace = (_ACCOUNT / "namespace").read_text()
     with httpx.Client(

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from lorikeet_engine.request import Request, SamplingParams
+from lorikeet_engine.request import Request, SamplingParams, SchedulingParams
 from tests.engine.engine_driver import Answers, prompt
 from tests.engine.tiny_engine import SETTINGS, tiny_engine
 
@@ -106,3 +106,17 @@ def with_a_prefix_hit(make):
 def test_a_seed_gives_the_same_tokens_as_alone(make, alone, company):
     assert company(make) == alone
     assert len({tuple(tokens) for tokens in alone}) == len(WAYS)
+
+
+def test_pauses_and_preemptions_in_the_background_change_no_tokens(make, alone):
+    answers = Answers(make(max_running=4, kv_bytes=24 * PAGE_BYTES))
+    behind = SchedulingParams("acme", background=True)
+    for way in range(len(WAYS)):
+        answers.submit(replace(seeded(way), scheduling=behind))
+    for i in range(12):
+        for _ in range(3):
+            answers.step()
+        answers.submit(other(i))
+    answers.all()
+    assert [answers.of(f"{way}") for way in range(len(WAYS))] == alone
+    assert answers.engine.status().preemptions > 0

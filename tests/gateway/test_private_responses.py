@@ -84,7 +84,11 @@ NAMING_NOTHING: set[Named] = {
         for name in ("name", "digest")
     ),
     *(("POST", path, "call_id") for path in (RESPONSES, COUNT)),
-    *(("POST", "/v1/chat/completions", name) for name in ("id", "tool_call_id")),
+    *(
+        ("POST", f"/v1/{path}", name)
+        for path in ("chat/completions", "classify", "score", "pooling")
+        for name in ("id", "tool_call_id")
+    ),
     *(
         ("POST", path, name)
         for path in ("/v1/messages", "/v1/messages/count_tokens")

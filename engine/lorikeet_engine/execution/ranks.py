@@ -75,19 +75,17 @@ class OneRank:
         return number
 
     def announce(self, message: BuildRunner | CountPages) -> None:
-        """Have the other ranks, if any, carry out a command; the caller carries it out in this
-        rank.
-        """
+        """Do nothing: there are no other ranks. LeadingRank has them carry out the command."""
 
     def runner(self, *parts: Any) -> ModelRunner:
-        """Make a runner whose steps run in all ranks.
+        """Make a runner of steps, in all ranks if there are others.
 
         parts: arguments of ModelRunner.
         """
         return ModelRunner(*parts)
 
     def close(self) -> None:
-        """End the processes of the other ranks, if any."""
+        """Do nothing: there are no processes of other ranks to end."""
 
 
 class LeadingRank(OneRank):

@@ -104,11 +104,12 @@ class RmsNorm:
         return add_rms_norm(x, product.y, self.weight, *self._operands(product))
 
     def inputs(self, x: torch.Tensor, product: Product, *, rounded: bool) -> Inputs:
-        """Compute add_and_norm; return the norm of x as the input of a linear layer.
+        """Add a product to x in place, as add_and_norm does; return the norm of the new x, as the
+        input of a linear layer.
 
-        x, product: as for add_and_norm.
-        rounded: whether to return the norm of x both unrounded and rounded to FP8.
-            Model families without this norm get x unrounded.
+        x, product: see add_and_norm.
+        rounded: whether to return the norm rounded to FP8 as well as unrounded. If the layer has no
+            norm here (see RmsNorm), the result is only unrounded.
         """
         if self.weight is None or not rounded:
             return self.add_and_norm(x, product)

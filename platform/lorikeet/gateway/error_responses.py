@@ -98,8 +98,12 @@ for the same fields.
 
 
 class Refused(LorikeetError):
-    """A replica's Refusal as an exception, whose `param` is the field's name at the client's
-    endpoint.
+    """A replica's Refusal as an exception.
+
+    Its `param` is renamed as the client's endpoint calls the field: max_tokens becomes
+    max_output_tokens at /v1/responses.
+
+    endpoint: the client's; None: the name is kept.
     """
 
     def __init__(self, refusal: Refusal, endpoint: Endpoint | None = None) -> None:

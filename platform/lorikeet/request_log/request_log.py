@@ -25,6 +25,9 @@ class RequestLog:
     """Running and recently ended requests of one gateway. For one event loop.
 
     An ended request is kept for an hour, or until newer requests need its memory.
+
+    peers: asks the other gateways about requests, and answers theirs.
+    kept_bytes: limit on the bytes of ended requests' records.
     """
 
     def __init__(

@@ -51,10 +51,11 @@ def first_parameter(experts: str) -> str:
 
 
 def experts_of(module: str) -> str:
-    """Return the path of the module that contains a layer's experts, given one of its submodules.
+    """Return the path that ends in `.experts`, given a module below it: `….mlp.experts` for
+    `….mlp.experts.3.gate_proj`.
 
-    Any other module is returned unchanged. Needed for prime-rl's configs, which target the
-    containing module.
+    Any other path is returned unchanged. Configs of prime-rl, a trainer, target `….experts`
+    itself.
     """
     match = _EXPERTS.fullmatch(module)
     return match[1] if match else module

@@ -8,7 +8,7 @@ import triton.language as tl
 def add_sinks(mixed: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> None:
     """Multiply a result of attention by the share that each head's softmax leaves to the keys.
 
-    With the sink s of a head, this share is exp(lse) / (exp(lse) + exp(s)).
+    With the sink s of a head, this share is 2^lse / (2^lse + exp(s)).
 
     mixed [tokens, heads, head_dim], contiguous: result without sinks, changed in place
     lse [tokens, heads] float32, contiguous: log2 of the sum of exponentials

@@ -68,13 +68,14 @@ def likeliest(logits: torch.Tensor, wanted: torch.Tensor, most: int) -> LogprobR
 def set_given(
     found: LogprobRows, logits: torch.Tensor, wanted: torch.Tensor, tokens: torch.Tensor
 ) -> None:
-    """Set the first column of `found.packed` to the log probability of each row's given token.
+    """Set the first column of `found.packed` to the log probability of one given token of each row
+    of logits that `wanted` selects.
 
-    found: result of `likeliest`
+    found: result of `likeliest` for the same logits and `wanted`
     logits [rows, vocab]: only logits of given tokens are read; they must be as they were for
       `likeliest`
-    wanted: as for `likeliest`
-    tokens [rows] int64: given token of each row of logits; if it is below 0, the result is
+    wanted [n, FIELDS] int64: rows of the logits, one for each row of found.packed; see `likeliest`
+    tokens [rows] int64: given token of each row of logits; for a token below 0, the row's result is
         undefined
     """
     _operators(logits.device.type).set_given(found, logits, wanted, tokens)

@@ -267,7 +267,7 @@ def squared_relu_fp8(x: torch.Tensor, lora: LoraDelta | None = None) -> Activati
 def sigmoid_gate(
     x: torch.Tensor, gate: torch.Tensor, lora: LoraDelta | None = None
 ) -> torch.Tensor:
-    """Compute x · sigmoid(gate): the output gate of attention.
+    """Compute x · sigmoid(gate + lora): the output gate of attention.
 
     x [tokens, heads, head_dim], contiguous: output of attention
     gate, lora: as for gated_rms_norm

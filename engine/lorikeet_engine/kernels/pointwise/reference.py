@@ -238,7 +238,7 @@ def squared_relu_fp8(x: torch.Tensor, lora: LoraDelta | None = None) -> Activati
 def sigmoid_gate(
     x: torch.Tensor, gate: torch.Tensor, lora: LoraDelta | None = None
 ) -> torch.Tensor:
-    """See kernels.pointwise."""
+    """Compute x · sigmoid(gate + lora): see kernels.pointwise."""
     add_lora_delta(gate, lora)
     return (x.float() * gate.float().sigmoid()).to(x.dtype)
 

@@ -92,12 +92,13 @@ class Lease:
 
     Release the lease once done, or use it as a context manager.
 
+    slot: the adapter's slot.
     rank: largest LoRA rank of the adapter.
     head_rank: LoRA rank of the adapter on lm_head.
     head_rows: number of rows of lm_head that the adapter replaces.
     changes_experts: whether linears of experts are adapted.
     has_vectors: whether linears have vectors (LoraWeights.vectors).
-    composed: whether the slot is a composition's: never.
+    composed: False; True in CompositionLease, which has the same attributes.
     """
 
     composed = False

@@ -57,7 +57,7 @@ class LocalStore:
             return self._path(key).stat().st_mtime
 
     def touch(self, key: str) -> None:
-        """See ObjectStore."""
+        """Set the object's modification time to now: see ObjectStore."""
         with self._errors(key), self._path(key).open("rb") as file:
             os.utime(file.fileno())
 

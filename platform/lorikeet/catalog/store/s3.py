@@ -172,7 +172,7 @@ class S3Store:
             )
 
     def put_file(self, key: str, path: Path) -> None:
-        """See ObjectStore."""
+        """Write or replace an object with a file's bytes: see ObjectStore."""
         with self._errors(key):
             self._long_timeout_client.upload_file(str(path), **self._address(key), Config=_TRANSFER)
 

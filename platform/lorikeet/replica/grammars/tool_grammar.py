@@ -57,11 +57,12 @@ def call_grammar(
 def text_grammar(
     use: ToolUse, syntax: ToolSyntax, vocabulary: Vocabulary, excluded: Collection[str] = ()
 ) -> str:
-    """Return a grammar of free text with calls of any tools in `use`.
+    """Return a grammar, in llguidance's Lark, of free text with calls of any of the tools.
 
     Arguments of strict tools must match their schemas. Text that begins like a call must become a
     call. Special tokens are allowed in calls only.
 
+    use: the tools, and whether several calls are allowed.
     syntax: the model's syntax of tool calls.
     vocabulary: tokens of the model's tokenizer.
     excluded: texts of added tokens, such as <think>, that are allowed nowhere.
