@@ -3,6 +3,8 @@
 test_random_traffic.py has drafts in random traffic, with preemptions, aborts and failed steps.
 """
 
+from pathlib import Path
+
 import pytest
 
 from lorikeet_engine.adapter import Composition
@@ -25,6 +27,7 @@ from tests.engine.peft_adapters import invoking, save_adapter
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
+DEMO = Path(__file__).parents[2] / "demo"
 TOKENS = 40
 INVOCATION = [7, 9]
 # Most tokens are one of three, so answers soon repeat themselves. A fourth may stop them.
@@ -267,4 +270,26 @@ def test_ranks_of_several_processes_draft_alike(make, eager):
         assert answers.engine.status().accepted_tokens > 50
         told.append(answers.tokens)
         answers.engine.close()
+    assert told[0] == told[1]
+
+
+@pytest.mark.soak
+def test_the_demos_adapters_answer_the_same(eager, shelf, tmp_path, close_later):
+    folders = sorted(path.parent for path in (DEMO / "adapters").rglob("adapter_config.json"))
+    refs = [None, *(shelf.add(folder, folder.name) for folder in folders)]
+    sizes = {"adapter_gpu_bytes": 64 << 20, "adapter_host_bytes": 128 << 20, "kv_pages": 2000}
+    told = []
+    for speculation in ("off", "lookup"):
+        cache = tmp_path / speculation
+        engine = build(DEMO / "model", shelf, cache, speculation=speculation, **sizes)
+        answers = Answers(close_later(engine))
+        load_adapters(answers, refs)
+        for at, ref in enumerate(refs):
+            for heat in (0.0, 0.7):
+                params = SamplingParams(48, temperature=heat, seed=at, ignore_eos=True)
+                answers.submit(Request(f"{at} {heat}", (tuple(prompt(20)) * 2,), params, 1, ref))
+        answers.all()
+        told.append(answers.tokens)
+    assert len(refs) == 9
+    assert engine.status().accepted_tokens > 0
     assert told[0] == told[1]
