@@ -32,7 +32,7 @@ OF_NO_CLASS = {
     "adapter_overflows",
     "upgrade_required",
 }
-NO_ROUTES = {"405", "409", "426"}  # No HTTP route for tenants answers with these statuses.
+NO_ROUTES = {"405", "409", "410", "426"}  # No HTTP route for tenants answers with these statuses.
 ROW = re.compile(r"\| (\d{3}) \| `(\w+)` \| `(\w+)` \| ([^|]+) \|")
 KINDS = [kind for kind in vars(errors).values() if isinstance(kind, type)]
 OURS = [kind for kind in KINDS if issubclass(kind, LorikeetError)]
@@ -70,13 +70,21 @@ def test_an_engine_error_has_the_code_of_its_class(error, code):
 
 
 def test_the_openapi_document_lists_the_statuses_of_the_table():
-    for path, operations in document()["paths"].items():
+    for path, operations in document(with_tinker=True)["paths"].items():
         api = api_of_path(path)
         statuses = {str(error_status(code, api)) for code in ERRORS} - NO_ROUTES
+        more = {"410"} if api is ClientApi.TINKER else set()
         for method, operation in operations.items():
             pushed = {"201", "202", "409"} if method == "put" else set()
             ended = {"409"} if path.endswith("/cancel") else set()
-            assert set(operation["responses"]) == statuses | {"200"} | pushed | ended
+            expected = statuses | {"200"} | pushed | more | ended
+            assert set(operation["responses"]) == expected
+
+
+def test_tinkers_clients_learn_of_a_used_up_budget_by_status_402():
+    assert error_status("insufficient_quota", ClientApi.TINKER) == 402
+    assert error_status("rate_limit_exceeded", ClientApi.TINKER) == 429
+    assert error_status("insufficient_quota", api_of_path("/v1/completions")) == 429
 
 
 def test_the_documentation_lists_the_table():

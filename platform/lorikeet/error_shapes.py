@@ -1,12 +1,16 @@
-"""Error bodies and HTTP statuses in the shapes of OpenAI's and Anthropic's APIs."""
+"""Error bodies and HTTP statuses in the shapes of OpenAI's and Anthropic's APIs. Tinker's errors
+are of OpenAI's shape.
+"""
 
 from enum import Enum
 from typing import Any
 
-from lorikeet.errors import ContextLengthExceeded, kind_of
+from lorikeet.errors import ContextLengthExceeded, InsufficientQuota, kind_of
 
 MESSAGES = "/v1/messages"
+TINKER = "/api/v1/"
 _OVERLOADED = 529
+_PAYMENT = 402
 
 
 class ClientApi(Enum):
@@ -14,10 +18,15 @@ class ClientApi(Enum):
 
     OPENAI = "OpenAI"
     ANTHROPIC = "Anthropic"
+    TINKER = "Tinker"
 
 
 def api_of_path(path: str) -> ClientApi:
-    """Return the API of a route: Anthropic's for /v1/messages and below, else OpenAI's."""
+    """Return the API of a route: Anthropic's for /v1/messages and below, Tinker's below /api/v1,
+    else OpenAI's.
+    """
+    if path.startswith(TINKER):
+        return ClientApi.TINKER
     below = path == MESSAGES or path.startswith(f"{MESSAGES}/")
     return ClientApi.ANTHROPIC if below else ClientApi.OPENAI
 
@@ -25,11 +34,14 @@ def api_of_path(path: str) -> ClientApi:
 def error_status(code: str, api: ClientApi) -> int:
     """Return the HTTP status of an error's code, by the table in lorikeet/errors.py.
 
-    Exception: an overloaded_error is 529 in Anthropic's API, because its clients expect that.
+    Exceptions: an overloaded_error is 529 in Anthropic's API, and insufficient_quota is 402 in
+    Tinker's, because their clients expect that.
     """
     kind = kind_of(code)
     if api is ClientApi.ANTHROPIC and kind.anthropic_type == "overloaded_error":
         return _OVERLOADED
+    if api is ClientApi.TINKER and code == InsufficientQuota.code:
+        return _PAYMENT
     return kind.status
 
 

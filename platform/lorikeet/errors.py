@@ -11,9 +11,11 @@ LorikeetError             `code` names the kind, `message` says what to do
 │   ├── ContextLengthExceeded  prompt too long for the model's context
 │   └── InvalidAdapter    upload that is not an acceptable adapter
 ├── NotFound
+│   ├── Expired           sample that is no longer kept
 │   ├── UnknownModel      no such model, or another tenant's: clients cannot tell them apart
 │   ├── UnknownTenant
 │   └── UnknownKey
+├── StillRunning          samples that are not ready
 ├── InvalidKey            missing or unknown API key
 │   └── EndedKey          API key that was revoked or has expired, for ever
 ├── Forbidden             valid key whose scopes do not allow the operation
@@ -71,6 +73,8 @@ ERRORS: Mapping[str, ErrorKind] = {
     "key_not_found": ErrorKind(404, _REQUEST, _NOT_FOUND),
     "method_not_allowed": ErrorKind(405, _REQUEST, _REQUEST),
     "request_timeout": ErrorKind(408, _REQUEST, _REQUEST),
+    "expired": ErrorKind(410, _REQUEST, _NOT_FOUND),
+    "still_running": ErrorKind(408, _REQUEST, _REQUEST),
     "conflict": ErrorKind(409, _REQUEST, "conflict_error"),
     "request_too_large": ErrorKind(413, _REQUEST, "request_too_large"),
     "invalid_adapter": ErrorKind(422, _REQUEST, _REQUEST),
@@ -210,6 +214,12 @@ class NotFound(LorikeetError):
     code = "not_found"
 
 
+class Expired(NotFound):
+    """Sample that is no longer kept, or whose gateway was lost."""
+
+    code = "expired"
+
+
 class UnknownModel(NotFound):
     """No such model, or another tenant's."""
 
@@ -226,6 +236,12 @@ class UnknownKey(NotFound):
     """No such key id."""
 
     code = "key_not_found"
+
+
+class StillRunning(LorikeetError):
+    """Samples that are not ready."""
+
+    code = "still_running"
 
 
 class InvalidKey(LorikeetError):

@@ -252,6 +252,10 @@ class Settings(BaseModel):
         "of each tenant's name, from which its publish keys may load adapters by vLLM's endpoints "
         "(training.md); not set: these endpoints do not exist",
     )
+    tinker: bool = Field(
+        False,
+        description="serve the sampling side of Tinker's API below /api/v1 (training.md)",
+    )
     max_batch_tokens: int = Field(2048, ge=1, description="most tokens of one step")
     max_running: int = Field(256, ge=1, description="most sequences of one step")
     max_batch_adapters: int = Field(128, ge=1, description="most distinct adapters of one step")

@@ -106,6 +106,7 @@ def service(
         environ.setenv("LORIKEET_ADMIN_ADDRESS", f"127.0.0.1:{free_port()}")
         environ.setenv("LORIKEET_USAGE_FLUSH_S", str(USAGE_FLUSH_S))
         environ.setenv("LORIKEET_LOAD_FROM", str(root / "shared"))
+        environ.setenv("LORIKEET_TINKER", "true")
         environ.setenv("LORIKEET_FILES_BYTES", str(100 * 2**20))
         environ.setenv("LORIKEET_OTLP_TRACES_ENDPOINT", collector.url)
         environ.setenv("LORIKEET_TRACES_SAMPLING_RATIO", "0")

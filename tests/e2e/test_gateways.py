@@ -38,6 +38,7 @@ def two_gateways(service: Service) -> Iterator[Urls]:
         {
             "LORIKEET_CATALOG": service.catalog,
             "LORIKEET_GATEWAYS": "2",
+            "LORIKEET_TINKER": "true",
             "LORIKEET_ADMIN_ADDRESS": address,
         }
     )
@@ -69,6 +70,18 @@ def test_either_gateway_explains_a_request_that_the_other_answered(
         headers = {"authorization": f"Bearer {secret}"}
         told = httpx.get(f"{plane}/{path}", headers=headers, timeout=30)
         assert (told.status_code, told.json()["tenant"]) == (200, tenant)
+
+
+def test_tinkers_client_gets_its_samples_from_either_gateway(
+    service: Service, two_gateways: Urls
+) -> None:
+    tinker = pytest.importorskip("tinker")
+    key = "tml-" + next(iter(service.tenant_keys.values()))
+    with tinker.ServiceClient(base_url=two_gateways.public, api_key=key) as client:
+        sampler = client.create_sampling_client(base_model="lorikeet-demo").result()
+        prompt, params = tinker.ModelInput.from_ints([5, 9]), tinker.SamplingParams(max_tokens=8)
+        samples = [sampler.sample(prompt, 1, params) for _ in range(8)]
+        assert all(sample.result(timeout=20).sequences[0].tokens for sample in samples)
 
 
 def test_each_gateway_shows_the_whole_fleet(service: Service, two_gateways: Urls) -> None:

@@ -19,6 +19,7 @@ import uvicorn
 from safetensors.numpy import save_file
 
 from lorikeet.answer_stream.answer import event_stream, whole_answer
+from lorikeet.answer_stream.logprobs_format import LogprobsJson
 from lorikeet.answer_stream.openai_format import Choice, Ending, EventStream
 from lorikeet.batch_store import BatchStore
 from lorikeet.catalog.catalog import AdapterCatalog
@@ -80,11 +81,12 @@ def gateway(own_gateway: "Gateway") -> "Gateway":
 
 @pytest.fixture(scope="module")
 def unchanged(tmp_path_factory: pytest.TempPathFactory) -> Iterator["Gateway"]:
-    """Run a gateway like `gateway` that stores responses and has vLLM's endpoints, shared by tests
-    that change nothing in it.
+    """Run a gateway like `gateway` that stores responses and has vLLM's and Tinker's endpoints,
+    shared by tests that change nothing in it.
     """
     folder = tmp_path_factory.mktemp("unchanged")
-    with serving(folder, responses_lifetime_s=3600, load_from=folder / "shared") as running:
+    more = {"load_from": folder / "shared", "tinker": True}
+    with serving(folder, responses_lifetime_s=3600, **more) as running:
         yield running
 
 
@@ -362,13 +364,16 @@ class Played:
 
 
 async def repeat(call: Call) -> Items:
-    """Replay an answer in which every choice is its prompt, word by word."""
+    """Replay an answer in which every choice is its prompt, word by word, and has no token ids."""
     yield header(call)
     prompts = [str(call.messages[-1]["content"])] if call.messages else list(map(str, call.prompts))
     texts = [text for text in prompts for _ in range(call.n)]
     usage = FinalUsage(sum(len(p.split()) for p in prompts), 0, sum(len(t.split()) for t in texts))
     if not call.stream:
-        yield whole_answer(call, [Choice(text, Ending.STOP) for text in texts], usage)
+        known: dict[str, Any] = {"token_ids": ()} if call.return_token_ids else {}
+        if known and call.sampling.logprobs is not None:
+            known["logprobs"] = LogprobsJson(call.endpoint)
+        yield whole_answer(call, [Choice(text, Ending.STOP, **known) for text in texts], usage)
         return
     events = event_stream(call, Played(usage))
     for index, text in enumerate(texts):

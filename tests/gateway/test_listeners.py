@@ -116,6 +116,9 @@ def test_tenants_reach_further_paths_if_these_are_given() -> None:
         assert [raw_get(url, path)[0] for path in ("/tokenize", "/tokenize/", "/ui")] == [
             *(200, 404, 404),
         ]
+    with listening(PublicListener(application("a"), prefixes={"/api/v1/"})) as url:
+        paths = "/api/v1/asample", "/api/v1/samplers/a", "/v1/models", "/api/v2/asample", "/ui"
+        assert [raw_get(url, path)[0] for path in paths] == [200, 200, 200, 404, 404]
 
 
 def raw_get(url: str, path: str) -> tuple[int, bytes, list[str]]:

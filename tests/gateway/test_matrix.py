@@ -19,10 +19,13 @@ from typer.testing import CliRunner
 from lorikeet.batch_store import BatchStore
 from lorikeet.catalog.records import Scope
 from lorikeet.cli import app as command
+from lorikeet.error_shapes import TINKER
 from lorikeet.gateway.app import create_app
 from lorikeet.gateway.services import Services
+from lorikeet.gateway.tinker import requests as tinker
 from lorikeet.gateway.vllm.requests import (
     DETOKENIZE,
+    GENERATE,
     LOAD,
     NO_OPS,
     QUESTIONS,
@@ -86,11 +89,45 @@ TENANTS: Mapping[Route, Callable[[str, str], tuple[str, Any]] | None] = {
     ("GET", "/v1/openapi.json"): None,
     ("POST", TOKENIZE): lambda model, _: (TOKENIZE, {"model": model, "prompt": "hello"}),
     ("POST", DETOKENIZE): lambda model, _: (DETOKENIZE, {"model": model, "tokens": [4, 5]}),
+    ("POST", GENERATE): lambda model, _: (
+        GENERATE,
+        {"model": model, "token_ids": [4, 5], "sampling_params": {}},
+    ),
+    **{("GET", path): None for path in (tinker.CAPABILITIES, tinker.HEALTH)},
+    ("GET", tinker.SAMPLER): lambda model, _: (
+        tinker.SAMPLER.format(sampler_id=tinker.sampling_session_id(model)),
+        None,
+    ),
+    ("POST", tinker.CREATE_SAMPLING_SESSION): lambda model, _: (
+        tinker.CREATE_SAMPLING_SESSION,
+        {"model_path": f"tinker://{model}"},
+    ),
+    ("POST", tinker.WEIGHTS_INFO): lambda model, _: (
+        tinker.WEIGHTS_INFO,
+        {"tinker_path": f"tinker://{model}"},
+    ),
+    ("POST", tinker.SAMPLE): lambda model, _: (
+        tinker.SAMPLE,
+        {
+            "sampling_session_id": tinker.sampling_session_id(model),
+            "prompt": {"chunks": [{"tokens": [4, 5]}]},
+            "sampling_params": {},
+        },
+    ),
 }
 """Path and body of a request for a model, or for a request about one, by tenants' route.
 
 None: the route names nothing.
 """
+
+TINKERS: Mapping[Route, int] = {
+    **{("POST", path): 200 for path in (tinker.CONFIG, tinker.DYNAMIC_CONFIG)},
+    **{("POST", path): 200 for path in (tinker.CREATE_SESSION, tinker.HEARTBEAT)},
+    **{("POST", path): 200 for path in (tinker.FINISH_SESSION, tinker.TELEMETRY, tinker.CANCEL)},
+    ("POST", tinker.RETRIEVE): 410,
+    **{("POST", path): 400 for path in tinker.TRAINING},
+}
+"""Status for a tenant that infers, by Tinker's routes that name no model."""
 
 FILES: Mapping[Route, Callable[["Uploaded"], dict[str, Any]]] = {
     ("POST", "/v1/files"): lambda _: UPLOAD,
@@ -120,8 +157,13 @@ VLLMS: set[Route] = {
 }
 """vLLM's routes for publish keys. Read-only keys may GET."""
 
-SWITCHED: set[Route] = {*VLLMS, ("POST", TOKENIZE), ("POST", DETOKENIZE)}
-"""Routes that exist only with LORIKEET_LOAD_FROM."""
+SWITCHED: set[Route] = {
+    *VLLMS,
+    *(("POST", path) for path in (TOKENIZE, DETOKENIZE, GENERATE)),
+    *TINKERS,
+    *(route for route in TENANTS if route[1].startswith(TINKER)),
+}
+"""Routes that exist only with LORIKEET_LOAD_FROM or LORIKEET_TINKER."""
 
 ADMINS: set[Route] = {
     ("GET", "/adapters"),
@@ -162,6 +204,12 @@ ADMINS: set[Route] = {
 
 SCRAPED: set[Route] = {("GET", "/metrics")}
 """Routes for admins' keys outside /admin/v1, tested in tests/metrics."""
+
+ASKING_NO_REPLICA = (
+    *("_tokens", "tokenize"),
+    *(tinker.CREATE_SAMPLING_SESSION, tinker.WEIGHTS_INFO),
+)
+"""Ends of POST routes that ask no replica."""
 
 HIDDEN = ("acme/support", "acme/support@1", "acme/support@prod")
 """Models that globex must not find."""
@@ -312,9 +360,10 @@ def filled(path: str, keys: Keys) -> str:
 def test_every_route_is_in_the_matrix(unchanged: Gateway) -> None:
     parts = unchanged.catalog, {}, LIMITS
     admins = {(method, f"/admin/v1{path}") for method, path in ADMINS}
-    known = OPEN | TENANTS.keys() | FILES.keys() | PUBLISHERS | VLLMS | admins | SCRAPED
+    known = OPEN | TENANTS.keys() | TINKERS.keys() | FILES.keys()
+    known |= PUBLISHERS | VLLMS | admins | SCRAPED
     assert routes_of(Services(*parts, ReplayEngines())) == known - SWITCHED
-    loading = Services(*parts, ReplayEngines(), load_from=unchanged.folder)
+    loading = Services(*parts, ReplayEngines(), load_from=unchanged.folder, tinker=True)
     assert routes_of(loading) == known
 
 
@@ -353,6 +402,19 @@ def test_the_tenants_plane_is_for_tenants(
         assert error_of(ask(method, at, key, body), 403)
     read = ask(method, at, keys.reading, body)
     assert read.status_code == (200 if method == "GET" else 403)
+
+
+@pytest.mark.parametrize(("method", "path"), sorted(TINKERS))
+def test_tinkers_endpoints_are_for_keys_that_infer(
+    unchanged: Gateway, keys: Keys, ask: Ask, method: str, path: str
+) -> None:
+    body = {"request_id": NO_REQUEST}
+    for key in keys.invalid():
+        assert error_of(ask(method, path, key, body), 401)["code"] == "invalid_api_key"
+    for key in (unchanged.admin_key, keys.admins_reading, keys.publishing, keys.reading):
+        assert error_of(ask(method, path, key, body), 403)["code"] == "forbidden"
+    for key in (keys.infer, keys.others_infer):
+        assert ask(method, path, key, body).status_code == TINKERS[method, path]
 
 
 class Uploaded(NamedTuple):
@@ -495,7 +557,7 @@ def test_other_tenants_resources_look_missing(
     at, body = make(hidden, keys.request_for(method, hidden))
     asked = len(unchanged.engines.calls)
     assert ask(method, at, keys.infer, body).is_success != (path in POOLING)
-    asks = method == "POST" and not path.endswith(("_tokens", "tokenize", *POOLING))
+    asks = method == "POST" and not path.endswith((*ASKING_NO_REPLICA, *POOLING))
     assert len(unchanged.engines.calls) == asked + asks
 
 

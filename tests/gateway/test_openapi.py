@@ -19,7 +19,9 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from lorikeet.catalog.records import Scope
+from lorikeet.error_shapes import TINKER
 from lorikeet.gateway.apis.openapi import document
+from lorikeet.gateway.tinker.requests import SAMPLE, sampling_session_id
 from lorikeet.gateway.vllm.requests import LOAD, NO_OPS, QUESTIONS, REFUSED, SKYRL_LOAD, UNLOAD
 from tests.gateway.conftest import Gateway, chat
 from tests.gateway.official_types import validate_as, validate_error, validate_models
@@ -49,10 +51,9 @@ ANSWERS = {
     ("POST", "/v1/messages"): "Message",
     ("POST", "/v1/messages/count_tokens"): "MessageTokensCount",
 }
+DOCUMENT = document(with_vllm=True, with_tinker=True)
 OPERATIONS = [
-    (path, method.upper())
-    for path, methods in document(with_vllm=True)["paths"].items()
-    for method in methods
+    (path, method.upper()) for path, methods in DOCUMENT["paths"].items() for method in methods
 ]
 
 
@@ -71,7 +72,8 @@ def test_any_request_gets_a_described_answer(
     unchanged: Gateway, publish_key: str, path: str, method: str
 ) -> None:
     key = publish_key if path in PUBLISHED else unchanged.keys["acme"]
-    send_many(unchanged.url, key, "tiny", path, method, examples=15)
+    fixed = not {"parameters", "requestBody"} & DOCUMENT["paths"][path][method.lower()].keys()
+    send_many(unchanged.url, key, "tiny", path, method, examples=3 if fixed else 15)
 
 
 @pytest.mark.soak
@@ -85,11 +87,12 @@ def test_any_of_many_requests_gets_a_described_answer(
 
 def send_many(url: str, key: str, model: str, path: str, method: str, examples: int) -> None:
     """Send described requests, others, and some that are likely to be answered."""
-    operation = schemathesis.openapi.from_dict(document(with_vllm=True))[path][method]
+    operation = schemathesis.openapi.from_dict(DOCUMENT)[path][method]
     kinds = st.one_of(*(operation.as_strategy(mode) for mode in GenerationMode))
     described = operation.as_strategy(GenerationMode.POSITIVE)
     headers = {"authorization": f"Bearer {key}"}
-    known = {"model": model, "name": "support", "digest": "0" * 64}
+    known = {"model": model, "name": "support", "digest": "0" * 64, "session_id": "0" * 32}
+    known |= {"sampler_id": sampling_session_id(model)}
     if "{" in path:
         known |= known_ids(url, headers, model)
     likely = described.flatmap(partial(likely_answered, known))
@@ -151,6 +154,9 @@ def likely_answered(known: Mapping[str, str], case: Any) -> st.SearchStrategy[An
         case.path_parameters[name] = known[name]
     if not isinstance(case.body, dict) or {"lora_name", "input_file_id"} & case.body.keys():
         return st.just(case)
+    if case.path.startswith(TINKER):
+        case.body |= likely_tinkers(known) if case.path == SAMPLE else {}
+        return st.just(case)
     texts = [name for name in ("prompt", "input") if name in case.body]
     asked = dict.fromkeys(texts, "hello there") or chat()
     if "tokens" in case.body:
@@ -167,11 +173,19 @@ def likely_answered(known: Mapping[str, str], case: Any) -> st.SearchStrategy[An
     return st.sets(st.sampled_from(sorted(case.body)), max_size=3).map(reduce)
 
 
+def likely_tinkers(known: Mapping[str, str]) -> dict[str, Any]:
+    return {
+        "sampling_session_id": known["sampler_id"],
+        "prompt": {"chunks": [{"tokens": [4, 5]}]},
+        "sampling_params": {"max_tokens": 20},
+    }
+
+
 def test_any_key_can_read_the_document(unchanged: Gateway) -> None:
     path = "/v1/openapi.json"
     assert unchanged.request("GET", path, None).status_code == 401
     answer = unchanged.request("GET", path, unchanged.keys["globex"])
-    assert answer.json() == document(with_vllm=True)
+    assert answer.json() == DOCUMENT
 
 
 def test_messages_whole_and_streamed_are_of_anthropics_types(unchanged: Gateway) -> None:

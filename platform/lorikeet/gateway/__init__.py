@@ -12,6 +12,7 @@ routes/, admin/       all other routes of tenants and admins
 audit.py              a line of JSON for each change that an admin's key asks for
 parity.py             parity proofs of registered and pushed versions, by a replica
 pushing/              versions that trainers push: received, sent to all replicas, then recorded
+vllm/, tinker/        endpoints of other servers that trainers call, off unless switched on
 error_responses.py    every error as an HTTP response
 listeners.py          the tenants' listener and the admins' listener
 limit_sync.py         loop in which gateways agree on shares of limits

@@ -9,6 +9,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from fastapi import FastAPI
 from starlette.datastructures import MutableHeaders
 from starlette.requests import ClientDisconnect
+from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lorikeet.error_shapes import ClientApi
@@ -27,7 +28,8 @@ from lorikeet.gateway.error_responses import (
     internal_error_response,
     websocket_refusal,
 )
-from lorikeet.gateway.generate import generate_routes
+from lorikeet.gateway.generate import GenerateEndpoint, generate_routes
+from lorikeet.gateway.large_bodies import LargeBodies
 from lorikeet.gateway.limit_sync import LimitSync
 from lorikeet.gateway.pushing.push_pipeline import PushPipeline
 from lorikeet.gateway.pushing.routes import PushEndpoints, push_routes
@@ -42,6 +44,11 @@ from lorikeet.gateway.routes.responses import response_routes
 from lorikeet.gateway.routes.usage import UsageReports, usage_routes
 from lorikeet.gateway.services import Services
 from lorikeet.gateway.stored_responses import StoredResponses
+from lorikeet.gateway.tinker.requests import SampleRequest
+from lorikeet.gateway.tinker.routes import tinker_routes
+from lorikeet.gateway.tinker.sample_futures import SampleFutures
+from lorikeet.gateway.vllm.generate_request import InferenceRequest
+from lorikeet.gateway.vllm.requests import GENERATE
 from lorikeet.gateway.vllm.routes import VllmEndpoints, vllm_routes
 from lorikeet.gateway.vllm.tokens import token_routes
 from lorikeet.logs import log_unexpected
@@ -82,14 +89,16 @@ def create_app(services: Services) -> FastAPI:
     read_limiter = ReadLimiter()
     reads = TenantReads(authenticator, read_limiter)
 
+    futures = SampleFutures(services.peers, services.gateways)
     stored = StoredResponses(services.responses, services.metrics)
     registration = Registration(services, catalog_view)
     of_pushes = Registration(services, catalog_view)  # own threads: uploads may hang at the store
     checks = services, authenticator, rate_limiter, request_log
+    bodies = LargeBodies()
     lines = _bare_application()
     lines.router.routes += generate_routes(*checks, stored, read_limiter, of_batches=True)
     runner, files = _batch_runner(services, lines), StoredFiles(services.files)
-    app = _application(services, catalog_view, limit_sync, pipeline, runner)
+    app = _application(services, catalog_view, limit_sync, pipeline, runner, futures)
     app.router.routes += generate_routes(*checks, stored, read_limiter)
     pushes = PushEndpoints(*checks, catalog_view, of_pushes, pipeline, read_limiter)
     if services.load_from is not None:
@@ -97,6 +106,11 @@ def create_app(services: Services) -> FastAPI:
         vllm = VllmEndpoints(services, *parts, services.load_from)
         app.router.routes += vllm_routes(vllm).routes
         app.router.routes += token_routes(services, authenticator, reads).routes
+        rollouts = GenerateEndpoint(InferenceRequest, *checks, stored, read_limiter, bodies)
+        app.router.routes.append(Route(GENERATE, rollouts, methods=["POST"]))
+    if services.tinker:
+        sampling = GenerateEndpoint(SampleRequest, *checks, stored, read_limiter, bodies)
+        app.router.routes += tinker_routes(services, authenticator, reads, sampling, futures).routes
     for router in (
         request_routes(reads, request_log),
         usage_routes(reads, usage),
@@ -105,7 +119,9 @@ def create_app(services: Services) -> FastAPI:
         file_routes(reads, files),
         batch_routes(authenticator, reads, files, services.batches, runner),
         push_routes(pushes),
-        openapi_routes(reads, with_vllm=services.load_from is not None),
+        openapi_routes(
+            reads, with_vllm=services.load_from is not None, with_tinker=services.tinker
+        ),
         admin_routes(
             services, authenticator, catalog_view, registration, request_log, usage, traffic
         ),
@@ -123,10 +139,12 @@ def _application(
     limit_sync: LimitSync,
     pipeline: PushPipeline,
     runner: BatchRunner | None,
+    futures: SampleFutures,
 ) -> FastAPI:
     """Build the application with its lifespan and middleware, but without its routes."""
     return _bare_application(
-        lambda _: _running(services, catalog_view, limit_sync, pipeline, runner), services.audit
+        lambda _: _running(services, catalog_view, limit_sync, pipeline, runner, futures),
+        services.audit,
     )
 
 
@@ -189,6 +207,7 @@ async def _running(
     limit_sync: LimitSync,
     pipeline: PushPipeline,
     runner: BatchRunner | None,
+    futures: SampleFutures,
 ) -> AsyncGenerator[None, None]:
     await catalog_view.start()
     work = [catalog_view.follow(), catalog_view.keep(), limit_sync.run()]
@@ -200,6 +219,7 @@ async def _running(
     try:
         yield
     finally:
+        await futures.close()
         await pipeline.close()
         for task in tasks:
             task.cancel()

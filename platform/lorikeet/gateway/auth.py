@@ -27,6 +27,7 @@ from lorikeet_engine.adapter import Adapter, AdapterRef, Composition
 from lorikeet_engine.errors import InvalidRequest
 
 _UNKNOWN = "this API key is unknown or was revoked: ask your admin for another"
+_TINKERS = "tml-"  # without it Tinker's client refuses a key
 _SHOWN = 64  # characters of a name that may be any text
 _READ_ONLY = "this key is read-only: use one that may change things"
 _REFUSALS = {
@@ -336,7 +337,7 @@ def _authorization(request: Request, scope: Scope) -> str | None:
     if not api_key:
         return authorization
     if authorization is None:
-        return f"Bearer {api_key}"
+        return f"Bearer {api_key.removeprefix(_TINKERS)}"
     if authorization.partition(" ")[2].strip() != api_key.strip():
         raise InvalidKey("`Authorization` and `x-api-key` name different keys: send one of the two")
     return authorization

@@ -10,13 +10,20 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Scope
 
 from lorikeet.error_shapes import (
+    TINKER,
     ClientApi,
     anthropic_error_body,
     api_of_path,
     error_status,
     openai_error_body,
 )
-from lorikeet.errors import InsufficientQuota, LorikeetError, RateLimited, status_of
+from lorikeet.errors import (
+    InsufficientQuota,
+    LorikeetError,
+    RateLimited,
+    RequestTimeout,
+    status_of,
+)
 from lorikeet.gateway.body import input_error
 from lorikeet.protocol.messages import Endpoint, Refusal
 from lorikeet.retry_after import whole_seconds
@@ -44,6 +51,10 @@ _LISTENERS = (
     ": tenants' paths begin with /v1; /ui, /metrics and /admin/v1 are at the admin listener"
 )
 _LOADS = ": the operator switches it on by LORIKEET_LOAD_FROM; or push to /v1/adapters"
+_TINKER = (
+    ": the sampling side of Tinker's API is switched on by LORIKEET_TINKER, and nothing else of "
+    "the API is served"
+)
 _ENDPOINTS = {
     "": _BELOW,
     **dict.fromkeys(("chat", "completions", "models", "responses", "files", "batches"), ""),
@@ -131,7 +142,7 @@ def error_response(error: LorikeetError, scope: Scope) -> Response:
             headers["x-should-retry"] = "false"
     if status == 401:
         headers["www-authenticate"] = "Bearer"
-    if status == 408:
+    if error.code == RequestTimeout.code:
         headers["connection"] = "close"  # the rest of the body is useless
     if isinstance(error, RateLimited):
         headers |= limit_headers(error.limits)
@@ -199,6 +210,8 @@ def _response(
 def _instead_of(path: str) -> str:
     """Return advice on the right path, to append to the 404 for a path that does not exist."""
     first, _, rest = path.strip("/").partition("/")
+    if path.startswith(TINKER):
+        return _TINKER
     if first != "v1":
         known = first and first in _ENDPOINTS
         return f": base_url must end in /v1, for /v1{path}" if known else _LISTENERS

@@ -251,7 +251,7 @@ class GenerateEndpoint:
             self._services.engines.stream_answer(base_model, encoded),
             [trace, RateLimitObserver(hold, encoded, base_model, max_context, price)],
             self._services.first_item_timeout_s,
-            self._stored.saver(body, context, call),
+            self._stored.saver(body, context, call) or body.before_end(),
             self._services.uses.using(call.adapter),
         )
 

@@ -31,8 +31,8 @@ _LAST_REQUESTS_S = 20  # time for requests to finish when the gateway ends
 
 
 class PublicListener:
-    """ASGI wrapper that passes on probes and tenants' paths, which are `/v1/*` and `paths`, and
-    answers all others with 404.
+    """ASGI wrapper that passes on probes and tenants' paths, which are `/v1/*`, `paths` and all
+    that begin with one of `prefixes`, and answers all others with 404.
 
     max_requests: maximum number of requests at once; None: no limit. Further requests are refused,
         except probes. Must be less than the number that Serve sends this gateway at once, or health
@@ -40,9 +40,13 @@ class PublicListener:
     """
 
     def __init__(
-        self, app: ASGIApp, max_requests: int | None = None, paths: Collection[str] = ()
+        self,
+        app: ASGIApp,
+        max_requests: int | None = None,
+        paths: Collection[str] = (),
+        prefixes: Collection[str] = (),
     ) -> None:
-        self._app, self._paths = app, paths
+        self._app, self._paths, self._prefixes = app, paths, ("/v1/", *prefixes)
         self._max_requests, self._requests = max_requests, 0
         self._full = RequestMiddleware(_refuse_full)
         self._nothing = FastAPI(openapi_url=None, redirect_slashes=False)
@@ -65,7 +69,7 @@ class PublicListener:
             return self._app
         if self._max_requests is not None and self._requests > self._max_requests:
             return self._full
-        is_tenants = path.startswith("/v1/") or path in self._paths
+        is_tenants = path.startswith(self._prefixes) or path in self._paths
         return self._app if is_tenants else self._nothing
 
 

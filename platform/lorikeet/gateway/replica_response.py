@@ -74,8 +74,10 @@ class ReplicaResponse(Response):
     then on a failure as an error event. When the client disconnects, `items` is closed at once
     (client_disconnect.py).
 
+    call: the call.
     items: the replica's answer.
-    observers: observers of the call, entered in order and left in reverse.
+    observers: observers of the call, entered in order and left in reverse. More can be appended
+        before the call runs.
     first_item_timeout_s: longest wait for the replica's first item, in seconds.
     before_end: awaited with the last bytes of an answer that has not failed. Raises nothing.
     using: context in which the call runs.
@@ -92,9 +94,9 @@ class ReplicaResponse(Response):
         before_end: BeforeEnd | None = None,
         using: AbstractContextManager[None] | None = None,
     ) -> None:
-        self._call = call
+        self.call = call
         self._items = items
-        self._observers = observers
+        self.observers = list(observers)
         self._first_item_timeout_s = first_item_timeout_s
         self._before_end = before_end
         self._using = using or nullcontext()
@@ -107,7 +109,7 @@ class ReplicaResponse(Response):
         """Send the answer. Raises LorikeetError only before anything is sent."""
         try:
             with self._using, ExitStack() as left_at_the_end:
-                for observer in self._observers:
+                for observer in self.observers:
                     left_at_the_end.enter_context(observer)
                 await run_until_disconnect(receive, self._answer(send))
         except LorikeetError:
@@ -116,7 +118,7 @@ class ReplicaResponse(Response):
 
     async def _answer(self, send: Send) -> None:
         async with aclosing(self._items) as items:
-            if self._call.stream:
+            if self.call.stream:
                 await self._stream(items, send)
                 return
             first = await self._begin(items)
@@ -137,13 +139,13 @@ class ReplicaResponse(Response):
             accepted = self._header is not None
             return self._start(b"text/event-stream; charset=utf-8") if accepted else None
 
-        with KeptAliveStream(send, self._call.endpoint, start) as stream:
+        with KeptAliveStream(send, self.call.endpoint, start) as stream:
             try:
                 first = await self._begin(items)
             except LorikeetError as error:
                 if stream.started:
                     self._failure_sent = True
-                    await stream.send(_body(failed_event(self._call, 0, error), more=False))
+                    await stream.send(_body(failed_event(self.call, 0, error), more=False))
                 raise
             async for message in self._bodies(first, items):
                 await stream.send(message)
@@ -164,7 +166,7 @@ class ReplicaResponse(Response):
                         self._header = item
                         limit.reschedule(None)  # the client decides how long to wait for the work
                     if first := self._bytes(item):
-                        for observer in self._observers:
+                        for observer in self.observers:
                             observer.on_first_bytes()
                         return first
         except TimeoutError as error:
@@ -192,10 +194,10 @@ class ReplicaResponse(Response):
             if last and self._before_end is not None:
                 last = [await self._before_end(b"".join(last))]
         except LorikeetError as error:
-            last = [failed_event(self._call, events, error)]
+            last = [failed_event(self.call, events, error)]
         except Exception as error:
-            log_unexpected("stream_failed", self._call.request_id, error)
-            last = [failed_event(self._call, events, GenerationFailed(_SILENT))]
+            log_unexpected("stream_failed", self.call.request_id, error)
+            last = [failed_event(self.call, events, GenerationFailed(_SILENT))]
         yield _body(b"".join(last), more=False)
 
     async def _all_bytes(self, first: bytes, items: Items) -> AsyncGenerator[bytes, None]:
@@ -212,10 +214,10 @@ class ReplicaResponse(Response):
         Raises Refused if the item is a Refusal.
         """
         self._ending = self._ending or isinstance(item, FinalUsage)
-        for observer in self._observers:
+        for observer in self.observers:
             observer.on_item(item)
         if isinstance(item, Refusal):
-            raise Refused(item, self._call.endpoint)
+            raise Refused(item, self.call.endpoint)
         if isinstance(item, Resumed):
             self._resumed.append(item.reason)
         return item if isinstance(item, bytes) else b""
@@ -229,7 +231,7 @@ class ReplicaResponse(Response):
             headers += [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
         else:
             headers.append((b"content-length", b"%d" % length))
-        for observer in self._observers:
+        for observer in self.observers:
             headers += observer.headers()
         return {"type": "http.response.start", "status": OK, "headers": headers}
 

@@ -213,6 +213,7 @@ class Services:
     oidc: verifier of tokens that are accepted beside keys; None: keys alone.
     load_from: folder below which each tenant has a folder of its name, from which vLLM's endpoints
         load adapters; None: no such endpoints.
+    tinker: serve the sampling side of Tinker's API.
     """
 
     catalog: AdapterCatalog
@@ -246,6 +247,7 @@ class Services:
     audit: AuditStream | None = None
     oidc: "OidcTokens | None" = None
     load_from: Path | None = None
+    tinker: bool = False
 
 
 def read_base_models(settings: Settings) -> dict[str, ServedModel]:

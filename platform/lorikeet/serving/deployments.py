@@ -20,6 +20,7 @@ from lorikeet.batch_store import BatchStore
 from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.kept_view import KeptView
 from lorikeet.catalog.store.object_store import ObjectStore, open_store
+from lorikeet.error_shapes import TINKER
 from lorikeet.errors import InvalidSetting, LorikeetError, StoreError, StoreRefused
 from lorikeet.file_store import FileStore
 from lorikeet.gateway.app import create_app
@@ -246,6 +247,7 @@ class Gateway:
                 files=_files(settings, store),
                 batches=_batches(settings, store),
                 load_from=settings.load_from,
+                tinker=settings.tinker,
             )
             self._trim = asyncio.create_task(trim_freed_memory())
             BoundedHttpProtocol.limit_connections(settings.max_connections)
@@ -259,7 +261,8 @@ class Gateway:
         app = create_app(self._services)
         self._admin_listener.open_with(app)
         paths = frozenset() if self._services.load_from is None else VLLM_PATHS
-        return PublicListener(app, self._most_requests, paths)
+        below = (TINKER,) if self._services.tinker else ()
+        return PublicListener(app, self._most_requests, paths, below)
 
 
 def _responses(settings: Settings, store: ObjectStore) -> ResponseStore | None:

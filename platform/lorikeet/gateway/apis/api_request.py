@@ -5,7 +5,7 @@ named, unless its value has no effect (no_ops.py).
 """
 
 from abc import abstractmethod
-from collections.abc import Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
@@ -44,6 +44,7 @@ MAX_MODEL_LENGTH = 2048
 _INT64 = 2**63 - 1
 
 Tokens = Annotated[int, Field(ge=1, le=INT32)]
+Seed = Annotated[int, Field(ge=-_INT64 - 1, le=_INT64)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 
 
@@ -83,15 +84,7 @@ class ApiRequest(Body):
 
         Raises InvalidInput for more than MAX_MEMBERS names.
         """
-        if "+" not in self.model or self.model in base_models:
-            return None
-        names = self.model.split("+")
-        if len(names) > MAX_MEMBERS or not all(names):
-            raise InvalidInput(
-                f"model={self.model[:80]!r}: want 2 to {MAX_MEMBERS} adapters joined by +",
-                param="model",
-            )
-        return [(name, 1.0) for name in names]
+        return adapters_in(self.model, base_models)
 
     def with_sampling_defaults(self, defaults: Mapping[str, float]) -> Self:
         """Return the request with defaults for the fields that it leaves out.
@@ -101,6 +94,10 @@ class ApiRequest(Body):
         lacking = type(self).model_fields.keys() - self.model_fields_set
         given = {name: value for name, value in defaults.items() if name in lacking}
         return self.model_copy(update=given) if given else self
+
+    def before_end(self) -> Callable[[bytes], Awaitable[bytes]] | None:
+        """Return a function that converts an answer's body for the client; None: sent as it is."""
+        return None
 
     @property
     def is_flex(self) -> bool:
@@ -116,6 +113,24 @@ class ApiRequest(Body):
         """Return the session's name in the body (e.g. its `user`); None if the body names no
         session.
         """
+
+
+def adapters_in(model: str, base_models: Collection[str]) -> NamedAdapters | None:
+    """Return the adapters that a model's name joins by +, each with the weight 1; None if the name
+    has one model.
+
+    base_models: names of the served base models, which may contain +.
+
+    Raises InvalidInput for more than MAX_MEMBERS names.
+    """
+    if "+" not in model or model in base_models:
+        return None
+    names = model.split("+")
+    if len(names) > MAX_MEMBERS or not all(names):
+        raise InvalidInput(
+            f"model={model[:80]!r}: want 2 to {MAX_MEMBERS} adapters joined by +", param="model"
+        )
+    return [(name, 1.0) for name in names]
 
 
 class OpenAIRequest(ApiRequest):
@@ -174,7 +189,7 @@ class SampledRequest(OpenAIRequest):
     frequency_penalty: Penalty = 0.0
     repetition_penalty: RepetitionPenalty = 1.0
     logit_bias: Biases | None = None
-    seed: Annotated[int, Field(ge=-_INT64 - 1, le=_INT64)] | None = None
+    seed: Seed | None = None
     stop: Stop = ()
     stop_token_ids: list[TokenId] = Field(default=[], max_length=64)
     ignore_eos: bool = False

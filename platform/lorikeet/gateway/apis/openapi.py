@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import version
@@ -11,16 +12,20 @@ from fastapi import APIRouter, Request
 from pydantic import TypeAdapter
 from starlette.responses import Response
 
-from lorikeet.error_shapes import MESSAGES
+from lorikeet.error_shapes import MESSAGES, TINKER
 from lorikeet.gateway.apis.anthropic_request import CountTokensRequest, MessagesRequest
 from lorikeet.gateway.apis.batch_request import BatchRequest
 from lorikeet.gateway.apis.chat_request import ChatRequest
 from lorikeet.gateway.apis.completion_request import CompletionRequest
 from lorikeet.gateway.apis.pool_request import ClassifyRequest, PoolingRequest, ScoreRequest
 from lorikeet.gateway.apis.responses_request import InputTokensRequest, ResponsesRequest
+from lorikeet.gateway.body import Body
 from lorikeet.gateway.reads import TenantReads
+from lorikeet.gateway.tinker import requests as tinker
+from lorikeet.gateway.vllm.generate_request import InferenceRequest
 from lorikeet.gateway.vllm.requests import (
     DETOKENIZE,
+    GENERATE,
     LOAD,
     NO_OPS,
     QUESTIONS,
@@ -41,6 +46,8 @@ _REQUESTS = (
     *(MessagesRequest, CountTokensRequest, BatchRequest),
     *(ClassifyRequest, ScoreRequest, PoolingRequest),
     *(LoadRequest, SkyrlLoadRequest, UnloadRequest, TokenizeRequest, DetokenizeRequest),
+    *(tinker.SamplingSessionRequest, tinker.WeightsInfoRequest),
+    *(tinker.SampleRequest, tinker.FutureRequest, InferenceRequest),
 )
 _ERRORS = {
     "400": "A field is wrong or not supported; `param` names the field.",
@@ -56,38 +63,47 @@ _ERRORS = {
 }
 _ANTHROPIC_ERRORS = {"529": "The service is overloaded; Retry-After says when to try again."}
 _CONFLICT = {"409": "The version exceeds the tenant's limits."}
+_TINKER_ERRORS = {
+    "402": "The month's budget is used up.",
+    "410": "The samples are no longer kept: send the request for them again.",
+}
 _OBJECT = {"schema": {"type": "object"}}
 _JSON = {"application/json": _OBJECT}
+_MESSAGE = _JSON | {"application/x-protobuf": {"schema": {"type": "string"}}}
 _TEXT = {"text/plain": {"schema": {"type": "string"}}}
 _JSON_OR_EVENTS = _JSON | {"text/event-stream": _OBJECT}
 
 
-def openapi_routes(reads: TenantReads, *, with_vllm: bool = False) -> APIRouter:
+def openapi_routes(
+    reads: TenantReads, *, with_vllm: bool = False, with_tinker: bool = False
+) -> APIRouter:
     """Return the route GET /v1/openapi.json, for callers with a key.
 
-    with_vllm: see `document`.
+    with_vllm, with_tinker: see `document`.
     """
     router = APIRouter(prefix="/v1")
 
     @router.get("/openapi.json")
     async def openapi(request: Request) -> Response:
         async with reads.admitted(request):
-            text = await asyncio.to_thread(_document_json, with_vllm)  # made at the first request
+            text = await asyncio.to_thread(_document_json, with_vllm, with_tinker)  # made once
             return Response(text, media_type="application/json")
 
     return router
 
 
 @cache
-def _document_json(with_vllm: bool) -> bytes:
-    return json.dumps(document(with_vllm=with_vllm), separators=(",", ":")).encode()
+def _document_json(with_vllm: bool, with_tinker: bool) -> bytes:
+    described = document(with_vllm=with_vllm, with_tinker=with_tinker)
+    return json.dumps(described, separators=(",", ":")).encode()
 
 
 @cache
-def document(*, with_vllm: bool = False) -> dict[str, Any]:
+def document(*, with_vllm: bool = False, with_tinker: bool = False) -> dict[str, Any]:
     """Return the OpenAPI 3.1 document. Callers must not change it.
 
     with_vllm: describe vLLM's endpoints for trainers, too.
+    with_tinker: describe the sampling side of Tinker's API, too.
 
     Requests have full schemas. Responses are plain objects, in the shapes of OpenAI's and
     Anthropic's clients, whose packages define them.
@@ -122,6 +138,7 @@ def document(*, with_vllm: bool = False) -> dict[str, Any]:
             ),
             "/v1/openapi.json": _get("get_openapi", "Describe the API"),
             **(_vllm() if with_vllm else {}),
+            **(_tinker() if with_tinker else {}),
         },
         "components": {
             "securitySchemes": {
@@ -262,8 +279,52 @@ def _vllm() -> dict[str, Any]:
         UNLOAD: _generate("Unload an adapter", "UnloadRequest", _TEXT),
         TOKENIZE: _generate("Convert a prompt to token ids", "TokenizeRequest", _JSON),
         DETOKENIZE: _generate("Convert token ids to text", "DetokenizeRequest", _JSON),
+        GENERATE: _generate("Continue token ids", "InferenceRequest", _JSON),
         **{path: _get(path.strip("/"), "Describe the server") for path in QUESTIONS},
         **{path: {"post": _get(path.strip("/"), said)["get"]} for path, said in posts.items()},
+    }
+
+
+def _tinker() -> dict[str, Any]:
+    """Return the operations of Tinker's API."""
+
+    def get(path: str, summary: str, *parameters: dict[str, Any]) -> dict[str, Any]:
+        name = re.sub(r"\W+", "_", path.removeprefix(TINKER)).strip("_")
+        described = _get(name, summary, *parameters)
+        described["get"]["responses"] = _responses(_JSON, errors)
+        return described
+
+    def post(path: str, summary: str, *parameters: dict[str, Any]) -> dict[str, Any]:
+        return {path: {"post": get(path, summary, *parameters)["get"]}}
+
+    def read(summary: str, request: type[Body], name: str | None = None) -> dict[str, Any]:
+        answer = _MESSAGE if name == "retrieve_future" else _JSON
+        return _generate(summary, request.__name__, answer, errors, name)
+
+    errors = _ERRORS | _TINKER_ERRORS
+    training = [post(path, "Refuse to train") for path in tinker.TRAINING]
+    return {
+        **post(tinker.CONFIG, "Configure the client"),
+        **post(tinker.DYNAMIC_CONFIG, "Configure the running client"),
+        **post(tinker.CREATE_SESSION, "Create a session"),
+        **post(tinker.HEARTBEAT, "Do nothing: a sample lives as long as its client asks for it"),
+        **post(tinker.FINISH_SESSION, "Do nothing", _path("session_id", "a session's id")),
+        **post(tinker.TELEMETRY, "Drop the client's telemetry"),
+        tinker.CREATE_SAMPLING_SESSION: read(
+            "Fix the version to sample from", tinker.SamplingSessionRequest
+        ),
+        tinker.WEIGHTS_INFO: read("Describe an adapter", tinker.WeightsInfoRequest),
+        tinker.SAMPLER: get(
+            tinker.SAMPLER,
+            "Describe a sampling session",
+            _path("sampler_id", "a sampling session's id"),
+        ),
+        tinker.CAPABILITIES: get(tinker.CAPABILITIES, "List the base models"),
+        tinker.HEALTH: get(tinker.HEALTH, "Tell that the service answers"),
+        tinker.SAMPLE: read("Start samples", tinker.SampleRequest),
+        tinker.RETRIEVE: read("Retrieve samples", tinker.FutureRequest, "retrieve_future"),
+        tinker.CANCEL: read("Cancel samples", tinker.FutureRequest, "cancel_future"),
+        **{path: described for each in training for path, described in each.items()},
     }
 
 
@@ -272,10 +333,11 @@ def _generate(
     request: str,
     answer: Mapping[str, Any] = _JSON_OR_EVENTS,
     errors: Mapping[str, str] = _ERRORS,
+    name: str | None = None,
 ) -> dict[str, Any]:
     body = {"application/json": {"schema": {"$ref": _REF.format(model=request)}}}
     post = {
-        "operationId": request,
+        "operationId": name or request,
         "summary": summary,
         "requestBody": {"required": True, "content": body},
         "responses": _responses(answer, errors),

@@ -1,5 +1,6 @@
 """vLLM's endpoints that trainers call, switched on by LORIKEET_LOAD_FROM (docs/training.md).
 
+generate_request.py requests for token ids, of SkyRL's rollouts
 requests.py         paths and bodies
 routes.py           loads and unloads adapters, answers questions about the server, refuses updates
                     of base weights

@@ -23,7 +23,8 @@ REFUSED = (
     *("/finish_weight_update", "/collective_rpc", "/sleep", "/wake_up"),
 )
 TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
-PATHS = frozenset({*QUESTIONS, *NO_OPS, *REFUSED, TOKENIZE, DETOKENIZE, SKYRL_LOAD})
+GENERATE = "/inference/v1/generate"
+PATHS = frozenset({*QUESTIONS, *NO_OPS, *REFUSED, TOKENIZE, DETOKENIZE, GENERATE, SKYRL_LOAD})
 """Paths outside /v1, which the tenants' listener passes on."""
 
 

@@ -1,0 +1,133 @@
+"""Requests of vLLM's POST /inference/v1/generate, by which SkyRL's rollouts sample: token ids in,
+token ids out.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Field
+from pydantic_core import from_json, to_json
+
+from lorikeet.gateway.apis.api_request import ApiRequest, CallContext, Penalty, Seed, Tokens
+from lorikeet.gateway.apis.completion_request import CompletionRequest
+from lorikeet.gateway.apis.fields import (
+    INT32,
+    MAX_CHOICES,
+    AnyTopK,
+    Biases,
+    MinP,
+    RepetitionPenalty,
+    Stop,
+    Temperature,
+    TokenId,
+    TopP,
+)
+from lorikeet.gateway.apis.no_ops import SAMPLING_NO_OPS
+from lorikeet.gateway.body import Body, NoOps
+from lorikeet.protocol.messages import Call
+from lorikeet_engine.request import MAX_LOGPROBS, MAX_PROMPT_LOGPROBS
+
+
+class VllmSampling(Body):
+    """vLLM's SamplingParams, with its defaults. Fields that change texts alone have no effect."""
+
+    no_ops: ClassVar[NoOps] = SAMPLING_NO_OPS
+    dropped: ClassVar[frozenset[str]] = frozenset(
+        {
+            *("output_kind", "detokenize", "include_stop_str_in_output"),
+            *("skip_special_tokens", "spaces_between_special_tokens"),
+        }
+    )
+
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
+    max_tokens: Tokens | None = 16
+    min_tokens: Annotated[int, Field(ge=0, le=INT32)] = 0
+    temperature: Temperature = 1.0
+    top_p: TopP = 1.0
+    top_k: AnyTopK = 0
+    min_p: MinP = 0.0
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+    repetition_penalty: RepetitionPenalty = 1.0
+    logit_bias: Biases | None = None
+    seed: Seed | None = None
+    stop: Stop = ()
+    stop_token_ids: list[TokenId] = Field(default=[], max_length=64)
+    ignore_eos: bool = False
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_PROMPT_LOGPROBS)] | None = None
+
+
+class InferenceRequest(ApiRequest):
+    """Body of a request to continue token ids, with vLLM's fields.
+
+    `cache_salt` has no effect: a cached prefix belongs to one version of one adapter.
+    """
+
+    no_ops: ClassVar[NoOps] = {"stream": (False,), "priority": (0,)}
+    dropped: ClassVar[frozenset[str]] = frozenset({"cache_salt", "request_id"})
+    hints: ClassVar[dict[str, str]] = {"features": ": prompts are token ids alone"}
+    max_values: ClassVar[int] = 2**18
+
+    token_ids: Annotated[list[TokenId], Field(min_length=1)]
+    sampling_params: VllmSampling
+
+    def session(self) -> None:
+        """Return None: the header names the session."""
+
+    def before_end(self) -> Callable[[bytes], Awaitable[bytes]]:
+        """Return a function that converts a completion's body to vLLM's answer."""
+
+        async def convert(body: bytes) -> bytes:
+            return await asyncio.to_thread(_answer, body, self.sampling_params.logprobs or 0)
+
+        return convert
+
+    def to_call(self, context: CallContext) -> Call:
+        """Return the request as a Call for a completion with token ids."""
+        sampling = {name: getattr(self.sampling_params, name) for name in VllmSampling.model_fields}
+        return CompletionRequest.unchecked(
+            model=self.model,
+            prompt=(tuple(self.token_ids),),
+            return_token_ids=True,
+            return_tokens_as_token_ids=True,
+            **sampling,
+        ).to_call(context)
+
+
+def _answer(body: bytes, top: int) -> bytes:
+    """Return vLLM's answer as JSON.
+
+    body: a completion's JSON, with token ids.
+    top: number of alternatives of each token.
+    """
+    completion = from_json(body)
+    choices = [
+        {
+            "index": choice["index"],
+            "token_ids": choice["token_ids"],
+            "finish_reason": choice["finish_reason"],
+            "logprobs": choice["logprobs"] and _logprobs(choice["logprobs"], top),
+        }
+        for choice in completion["choices"]
+    ]
+    return to_json(
+        {
+            "request_id": completion["id"],
+            "choices": choices,
+            "prompt_logprobs": completion["choices"][0].get("prompt_logprobs"),
+            "usage": completion["usage"],
+        }
+    )
+
+
+def _logprobs(known: Mapping[str, Any], top: int) -> dict[str, Any]:
+    """Return the log probabilities of a completion's choice in the shape of a chat's."""
+    alternatives = [
+        [{"token": name, "logprob": likely} for name, likely in list(entry.items())[:top]]
+        for entry in known["top_logprobs"]
+    ]
+    columns = known["tokens"], known["token_logprobs"], alternatives
+    names = "token", "logprob", "top_logprobs"
+    return {"content": [dict(zip(names, each, strict=True)) for each in zip(*columns, strict=True)]}
