@@ -23,6 +23,7 @@ linears.
 
 import math
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from lorikeet_engine.adapter_format import BaseShape, Linear
 from lorikeet_engine.adapter_format.families import Parallel, Width
@@ -83,7 +84,7 @@ class Shard:
         Raises SettingsError, whose `field` is tensor_parallel, if the base model cannot be divided
         among `world` processes.
         """
-        return tuple(self._range(linear, shape) for linear in shape.modules)
+        return _ranges(self, shape)
 
     def rows(self, widths: tuple[Width, ...], shape: BaseShape) -> tuple[range, ...]:
         """Return the rows that this process keeps of a tensor in which several parts are stacked.
@@ -176,3 +177,9 @@ class Shard:
 
 
 WHOLE = Shard()
+
+
+@lru_cache(64)
+def _ranges(shard: Shard, shape: BaseShape) -> tuple[ShardRange, ...]:
+    """Compute Shard.ranges; cached, as every load of an adapter needs the same."""
+    return tuple(shard._range(linear, shape) for linear in shape.modules)

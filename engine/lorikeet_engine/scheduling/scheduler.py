@@ -338,8 +338,10 @@ class Scheduler:
 
     def _background_budget(self, active: list[Sequence], step_budget: StepBudget) -> int:
         """Return the number of tokens in the background that the step may compute."""
+        if not self._in_background:
+            return self._limits.tokens
         foreground = [sequence for sequence in active if not sequence.background]
-        if not foreground or not self._in_background:
+        if not foreground:
             return self._limits.tokens
         rows = sum(sequence.decode_tokens for sequence in foreground if sequence.decodes)
         return step_budget.background_tokens(rows)
