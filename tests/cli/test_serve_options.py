@@ -39,6 +39,8 @@ OTHERWISE = {
     "cache_dir": "/nvme/cache",
     "import_from": "s3://bucket/training",
     "audit_log": "stdout",
+    "speculation": "lookup",
+    "tinker": "true",
     "oidc": "issuer=https://id.example,audience=lorikeet,jwks=https://id.example/keys",
     "prices": "acme/support=0.3/0.06/1.2",
     "otlp_traces_endpoint": "http://collector:4318",

@@ -141,7 +141,11 @@ DAMAGE: tuple[Feature, ...] = (
         ),
         "speech_encoder.blocks.0.qkv cannot be adapted",
     ),
-    _damage("a classifier's head", _with(base_model__model__score__weight=(2, 64)), _NOT_OURS),
+    _damage(
+        "a classifier's head in a file of answers",
+        _with(base_model__model__score__weight=(2, 64)),
+        "heads are served for whole texts alone, of the task type SEQ_CLS",
+    ),
     _damage(
         "a buffer of rotary embeddings",
         _with(base_model__model__model__layers__0__self_attn__rotary_emb__inv_freq=(8,)),

@@ -36,14 +36,15 @@ class Tolerance:
     beyond: int = 0
 
 
-# 40 sums over 64 and more terms, each off by some roundings of its own.
-EXACT = Tolerance(*[100 * torch.finfo(torch.float32).eps] * 2)
+# 40 sums over 64 and more terms, each off by some roundings of its own. Random weights amplify
+# them: in a mixture with delta nets 243 roundings were seen on one processor, 95 on another.
+EXACT = Tolerance(*[400 * torch.finfo(torch.float32).eps] * 2)
 # A number halfway between two FP8 numbers becomes one or the other by the last digit of the sums
 # before it, and the two differ by a 16th. Such numbers are rare, but all tokens behind one in a
-# prompt read it: medians of 5.8e-3 were seen. Weights that are rounded differently give 8e-3 and
+# prompt read it: medians of 7.2e-3 were seen. Weights that are rounded differently give 8e-3 and
 # more. Where the probabilities of two experts differed by 1e-4, a token was computed by the other
 # expert: an error of a quarter.
-ROUNDED = Tolerance(worst=1 / 16, median=6e-3, beyond=1)
+ROUNDED = Tolerance(worst=1 / 16, median=7.5e-3, beyond=1)
 
 
 @dataclass(frozen=True, slots=True)

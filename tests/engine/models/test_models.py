@@ -114,8 +114,10 @@ class Run:
 
 
 def assert_equal(got, want, eps=EPS):
-    # two runs of 40 sums over 64 and more terms, each off by some roundings of its own
-    torch.testing.assert_close(got, want, rtol=0, atol=100 * eps * want.abs().max().item())
+    # Two runs of 40 sums over 64 and more terms, each off by some roundings of its own, which
+    # random weights amplify: transformers' own float32 is up to 95 eps off its float64 in a
+    # mixture, and processors sum in different orders.
+    torch.testing.assert_close(got, want, rtol=0, atol=400 * eps * want.abs().max().item())
 
 
 @pytest.mark.parametrize("name", NAMES)
