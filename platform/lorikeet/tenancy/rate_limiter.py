@@ -350,11 +350,13 @@ class RateLimitHold:
         Raises RateLimited beyond a token limit, Overloaded if the estimated queue time is too long.
         """
         self._refuse_over_limits(0, tokens)
-        now = self._begun_s = self._limiter.clock()
+        now = self._limiter.clock()
         if not background:
-            self._queue_time = self._limiter.queue_time(base_model)
-            self._queue_time.check(self._tenant.name, self._tenant.weight, now)
-            self._queue_time.enter(self._tenant.name, self._tenant.weight, now)
+            queue_time = self._limiter.queue_time(base_model)
+            queue_time.check(self._tenant.name, self._tenant.weight, now)
+            queue_time.enter(self._tenant.name, self._tenant.weight, now)
+            self._queue_time = queue_time
+        self._begun_s = now
         for limits in self._limits:
             limits.count(0, tokens, now)
         self._tokens = tokens
