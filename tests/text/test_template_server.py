@@ -189,11 +189,21 @@ def test_only_some_tenants_processes_are_kept(monkeypatch: pytest.MonkeyPatch) -
     own.close()
 
 
+@pytest.mark.parametrize("has_ended", [False, True])
 def test_a_server_that_cannot_start_is_no_fault_of_the_template(
-    monkeypatch: pytest.MonkeyPatch,
+    has_ended: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own = TemplateProcesses()
     monkeypatch.setattr(template_server.sys, "executable", "/bin/false")
+    start = own._start_server
+
+    def start_and_wait() -> None:
+        start()
+        assert own._server is not None
+        own._server.wait()
+
+    if has_ended:  # before it is asked for a process
+        monkeypatch.setattr(own, "_start_server", start_and_wait)
     with pytest.raises(ServerBusy, match="could not start"):
         rendered(own, PLAIN)
     own.close()

@@ -137,7 +137,7 @@ class TemplateProcesses:
                 self._start_server()
             assert self._control is not None
             ours, theirs = socket.socketpair()
-            with theirs:
+            with theirs, suppress(OSError):  # if the server has just ended, _await_start tells
                 socket.send_fds(self._control, [b"f"], [theirs.fileno()])
             return Connection(ours.detach()), True
 
