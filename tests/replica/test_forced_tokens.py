@@ -233,13 +233,8 @@ def answered(
 
     async def inside() -> dict[str, list[StreamItem]]:
         replica = Replica("r0", "demo", Settings.from_env(given))
-
-        async def items(call: Call) -> list[StreamItem]:
-            return [item async for item in answer_of(replica, call)]
-
         try:
-            answers = await asyncio.gather(*map(items, CALLS))
-            return {call.request_id: said for call, said in zip(CALLS, answers, strict=True)}
+            return {c.request_id: [i async for i in answer_of(replica, c)] for c in CALLS}
         finally:
             replica.close()
 
