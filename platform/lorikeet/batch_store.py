@@ -124,7 +124,7 @@ class BatchStore:
 
         Raises InvalidInput if `after` is no batch's id; StoreError.
         """
-        ids = [key.rpartition("/")[2] for key in self.store.list(f"{BATCHES}{tenant}/")]
+        ids = (key.rpartition("/")[2] for key in self.store.list(f"{BATCHES}{tenant}/"))
         shown, more = page_of(ids, min(limit, PAGE), after, order)
         return in_parallel(lambda one: self.json(tenant, one), shown), more
 
