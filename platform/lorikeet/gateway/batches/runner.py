@@ -118,7 +118,7 @@ class BatchRunner:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     async def _scan(self) -> None:
-        """For each tenant without a run here, run its oldest batch that no gateway runs."""
+        """Run, for each tenant without a run here, its oldest batch that no gateway runs."""
         waiting = defaultdict[str, list[str]](list)
         for tenant, batch_id in await self.in_thread(self.batches.open_batches):
             waiting[tenant].append(batch_id)
