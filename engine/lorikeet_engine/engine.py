@@ -356,18 +356,21 @@ class Engine:
         for chunk in step.chunks:
             if chunk.sequence.status is not SequenceStatus.FINISHED:
                 if chunk.completes:
-                    self._accept(chunk, row, sampled)
+                    self._accept(chunk, row, sampled, step)
                 else:
                     self._scheduler.written(chunk)
             row += chunk.rows
 
-    def _accept(self, chunk: Chunk, row: int, sampled: steps.SampledTokens) -> None:
+    def _accept(
+        self, chunk: Chunk, row: int, sampled: steps.SampledTokens, step: steps.InFlightStep
+    ) -> None:
         sequence, request_id = chunk.sequence, chunk.sequence.request.request_id
         try:
-            *drafted, token = sampled.verified(row, chunk.drafted)
-            tokens, logprobs = sampled.delivered(row, sequence, drafted)
+            *drafted, token = sampled.verified(row, chunk.drafted[: step.followed.get(row)])
             if chunk.drafted:
-                chunk = self._scheduler.verified(chunk, tuple(drafted))
+                forced = step.forced.get(row + len(drafted), ())
+                chunk = self._scheduler.verified(chunk, tuple(drafted), forced)
+            tokens, logprobs = sampled.delivered(row, sequence, drafted)
             self._scheduler.written(chunk)
             finish = sequence.accept(token)
         except BaseException as error:  # of the grammar, perhaps a panic in Rust: others go on

@@ -23,6 +23,7 @@ from tests.engine.engine_driver import (
     nothing_is_held,
     prompt,
 )
+from tests.engine.half_right import draft_half_right
 from tests.engine.peft_adapters import invoking, save_adapter
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -46,6 +47,22 @@ WAYS = {
     "kept stop": {**DRAWN, "stop_token_ids": (13,), "keep_stop_token": True, "seed": 2},
     "min_tokens": {**DRAWN, "stop_token_ids": (9, 13), "min_tokens": 20},
     "grammar": {"temperature": 0.0, "grammar": "below 250, end under 5, by one from 90 to 70"},
+}
+FORCING = "below 120, end under 5, by one from 90 to 70"
+# The largest of these tokens that a grammar allows is the likeliest, so answers go down slowly.
+DOWN = tuple((token, 20 + token / 4) for token in range(3, 240, 8))
+GRAMMARS = {
+    "greedy": {"temperature": 0.0, "grammar": FORCING},
+    "drawn": {"grammar": FORCING, "seed": 3},
+    "filtered": {"grammar": FORCING, "seed": 4, "top_p": 0.9, "min_p": 0.05},
+    "biases": {"grammar": FORCING, "logit_bias": DOWN},
+    "penalties": {"grammar": FORCING, "frequency_penalty": 0.3, "repetition_penalty": 1.1},
+    "logprobs": {"grammar": FORCING, "logprobs": 2},
+    "processed": {"grammar": FORCING, "logprobs": 2, "logprobs_mode": PROCESSED},
+    "min_tokens": {"grammar": "below 250, end under 225", "min_tokens": 8, "logit_bias": DOWN},
+    "cut": {"grammar": FORCING, "max_tokens": 19, "logit_bias": DOWN},
+    "to the end": {"grammar": "below 24, end under 1, by one from 22 to 0", "seed": 8},
+    "ending": {"grammar": "below 4, end under 1", "seed": 8},
 }
 
 
@@ -157,10 +174,69 @@ def test_all_features_answer_the_same(
     for (name, _), outputs in on.outputs.items():
         way = name.split(" ", 1)[1].removesuffix(", next")
         by_way[way] += outputs[-1].timings.accepted_tokens
-    assert not by_way["grammar"]
     if every == 1:
         idle = {way for way, accepted in by_way.items() if not accepted}
         assert idle <= {"grammar", "stop", "kept stop"}  # those may stop early
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_grammars_answer_the_same(overlap, make, monkeypatch):
+    """A fifth of the drafted tokens is wrong, and mostly one that the grammar does not allow."""
+    told = []
+    for speculation in ("off", "lookup"):
+        answers = Answers(
+            make(
+                speculation=speculation,
+                overlap=overlap,
+                grammars=DescendingGrammars(),
+                max_running=128,
+                max_batch_tokens=512,
+            )
+        )
+        for at, (name, way) in enumerate(GRAMMARS.items()):
+            params = SamplingParams(**{"max_tokens": TOKENS, "temperature": 1.0, "seed": 5, **way})
+            answers.submit(Request(name, (tuple(prompt(9 + at)),), params, 2))
+        answers.all()
+        told.append(answers)
+        draft_half_right(monkeypatch, lambda *choice: told[0].tokens[choice])
+    off, on = told
+    assert on.tokens == off.tokens
+    assert on.finish == off.finish
+    assert not on.errors
+    assert nothing_is_held(on.engine)
+    for choice, outputs in off.outputs.items():
+        scores, others = (
+            [score.logprob for output in each for score in output.logprobs]
+            for each in (outputs, on.outputs[choice])
+        )
+        assert others == pytest.approx(scores, abs=1e-4)
+    ends = {choice: outputs[-1].timings for choice, outputs in on.outputs.items()}
+    drafting = {name for (name, _), end in ends.items() if end.accepted_tokens}
+    assert drafting >= {"greedy", "drawn", "biases", "processed", "min_tokens", "cut", "to the end"}
+
+
+def test_a_grammar_that_fails_fails_its_request_with_the_same_error(make, monkeypatch):
+    def ask(speculation, *faults):
+        grammars = DescendingGrammars()
+        answers = Answers(make(speculation=speculation, grammars=grammars, max_running=64))
+        for fault in faults:
+            grammar = f"below 250, end under 3{fault}"
+            answers.submit(greedy(fault, prompt(9), max_tokens=TOKENS, grammar=grammar))
+        answers.all()
+        return answers
+
+    whole = ask("off", "").of("")
+    assert len(whole) > 5
+    names = ("fail", "crash", "stuck", "panic", "undecided")
+    faults = [f", {name} at {token}" for name in names for token in whole[1:5]]
+    off = ask("off", *faults)
+    draft_half_right(monkeypatch, lambda *_: whole)
+    on = ask("lookup", *faults)
+    assert all(tokens == whole[: len(tokens)] for tokens in on.tokens.values())
+    assert set(on.errors) == set(off.errors) == set(faults)
+    assert [str(on.errors[f]) for f in faults] == [str(off.errors[f]) for f in faults]
+    assert on.engine.status().accepted_tokens > 0
+    assert nothing_is_held(on.engine)
 
 
 @pytest.fixture

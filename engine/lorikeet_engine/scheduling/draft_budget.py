@@ -8,8 +8,9 @@ tokens: the same ones as without drafts. The keys and values behind the first di
 written anew.
 
 How many tokens a drafting sequence gets is known only once the host has read them, so the sequence
-takes no part in the step that is launched meanwhile. With N decodes, of which D have a draft, and K
-drafted tokens, of which E are expected to come true, all decodes drafting get
+takes no part in the step that is launched meanwhile. With N tokens of decodes, forced ones
+included, of which sequences with a draft have D, and K drafted tokens, of which E are expected to
+come true, all decodes drafting get
 
     (N + E) / (step_s(N + K) + _GAP_S)    instead of    N / step_s(N)
 
@@ -44,8 +45,8 @@ class _Draft(NamedTuple):
     """Draft of one sequence.
 
     acceptance: probability that a token comes true if all tokens before it do.
-    skipped: number of predicted tokens before the first drafted one: 1 if the host has not read the
-        sequence's last token yet.
+    skipped: number of predicted tokens before the first drafted one that may be wrong: 1 if the
+        host has not read the sequence's last token yet.
     """
 
     sequence: Sequence
@@ -110,7 +111,8 @@ class DraftBudget:
             is accepted and its draft.
         together: whether all sequences must have a draft, so that none computes in the next step.
         """
-        count, context = len(decodes), sum(self._costs.decode_sees(s.length) for s in decodes)
+        count = sum(sequence.decode_tokens for sequence in decodes)
+        context = sum(self._costs.decode_sees(sequence.length) for sequence in decodes)
         plain_s = self._step_s(count, 0, context)
         best, most = dict[Sequence, int](), _LEAST_GAIN * count / plain_s
         counts, expected, begin = dict[Sequence, int](), 0.0, 0
@@ -122,8 +124,9 @@ class DraftBudget:
             if step_s > self._longest_s or (not together and step_s > _LONGEST * plain_s):
                 break
             if not together:
-                per_s = (2 * count - len(counts) + expected) / (step_s + plain_s)
-            elif len(counts) == count:
+                drafting = sum(sequence.decode_tokens for sequence in counts)
+                per_s = (2 * count - drafting + expected) / (step_s + plain_s)
+            elif len(counts) == len(decodes):
                 per_s = (count + expected) / (step_s + _GAP_S)
             else:
                 continue
@@ -134,6 +137,9 @@ class DraftBudget:
     def _ends(self, decodes: int, most: int) -> list[int]:
         """Return the numbers of drafted tokens to consider, ascending: those that fill a step up to
         a size to which it is padded, and all tokens.
+
+        decodes: number of tokens of decodes.
+        most: number of all drafted tokens.
         """
         sizes = self._sizes or tuple(decodes << power for power in range(1, 4))
         return sorted({min(size - decodes, most) for size in sizes if size > decodes} | {most})
@@ -141,6 +147,7 @@ class DraftBudget:
     def _step_s(self, decodes: int, drafted: int, context: float) -> float:
         """Return the seconds of a step.
 
+        decodes: number of tokens of decodes.
         drafted: number of drafted tokens.
         context: number of tokens that the decodes attend to.
         """
@@ -153,15 +160,20 @@ class DraftBudget:
 def _draft_of(sequence: Sequence) -> _Draft | None:
     """Return the draft of a decoding sequence; None if it cannot have any.
 
-    Grammars force tokens themselves, and restrict each token by those before it. Sequences in the
-    background get only what others leave.
+    Sequences in the background have none: they get only what others leave.
     """
-    if sequence.matcher is not None or sequence.background or not sequence.output_length:
+    if sequence.background or not sequence.output_length:
         return None
-    lookup, skipped = sequence.lookup or sequence.begin_lookup(), len(sequence.pending_rows)
+    lookup, forced = sequence.lookup or sequence.begin_lookup(), sequence.forced
+    skipped = len(sequence.pending_rows)
+    first = skipped + len(forced)  # of the predicted tokens that may be drafted
     most = min(MOST_DRAFTED, sequence.max_tokens - sequence.output_length - 1)
     if most <= 0 or lookup.acceptance < _LEAST_ACCEPTANCE:
-        most = -skipped
-    predicted = lookup.predict(skipped + most)[skipped:]
-    tokens = list(takewhile(lambda token: token not in sequence.stop_ids, predicted))
+        most = -first
+    predicted = lookup.predict(first + most)
+    if forced:
+        if tuple(predicted[skipped:first]) != forced:
+            return None
+        skipped = 0  # before forced tokens, no other token could be sampled
+    tokens = list(takewhile(lambda token: token not in sequence.stop_ids, predicted[first:]))
     return _Draft(sequence, tokens, lookup.acceptance, skipped) if tokens else None

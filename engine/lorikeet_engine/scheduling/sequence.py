@@ -294,11 +294,6 @@ class Sequence:
         """Whether all foreground sequences go before this one."""
         return self.request.scheduling.background
 
-    @property
-    def below_min_tokens(self) -> bool:
-        """Whether the output is shorter than the request's min_tokens."""
-        return self.output_length < self.request.sampling.min_tokens
-
     def begin_lookup(self) -> PromptLookup:
         """Create `lookup` from the tokens that the host knows, and return it."""
         left = self.prompt_length + self.max_tokens - len(self.tokens)
@@ -359,13 +354,19 @@ class Sequence:
         if self.complete:  # nothing more is sampled, and another sequence may take the slot
             self._release_penalty_slot()
 
-    def accept_drafted(self, tokens: tuple[int, ...]) -> None:
+    def accept_drafted(self, tokens: tuple[int, ...], forced: tuple[int, ...] = ()) -> None:
         """Append the drafted tokens that equal the oldest sampled tokens not read yet.
 
-        A further token, sampled behind these, remains pending.
+        A further token, sampled behind these, remains pending. Raises InvalidRequest if the grammar
+        does not accept a token.
+
+        forced: tokens that follow the pending token without sampling.
         """
         self.awaits_verification = False
-        self.length += len(tokens)
+        self.forced = forced
+        self.length += len(tokens) + len(forced)
+        if self.status is SequenceStatus.RUNNING:  # else release() has set it
+            self.decode_tokens = 1 + len(forced)
         self._append(tokens)
 
     def accept(self, token: int) -> FinishReason | None:
@@ -383,11 +384,8 @@ class Sequence:
         del self.pending_rows[0]
         accepted, self.forced = (token, *self.forced), ()
         self._append(accepted)
-        if self.matcher is not None:
-            for each in accepted:
-                self.matcher.accept(each)
-            if self.matcher.must_end:
-                return FinishReason.STOP
+        if self.matcher is not None and self.matcher.must_end:
+            return FinishReason.STOP
         return FinishReason.LENGTH if self.complete and not self.pending_rows else None
 
     def _append(self, tokens: tuple[int, ...]) -> None:
@@ -396,6 +394,9 @@ class Sequence:
         self.tokens.extend(tokens)
         if self.lookup is not None:
             self.lookup.extend(tokens)
+        if self.matcher is not None:
+            for token in tokens:
+                self.matcher.accept(token)
 
     def _release_penalty_slot(self) -> None:
         if self.penalty_slot is not None:
