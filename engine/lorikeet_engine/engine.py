@@ -309,6 +309,8 @@ class Engine:
         failed = dict[str, EngineError]()
         for digest, error in damaged.items():
             self._cache.forget_adapter(digest)
+            if self._parts.draft_budget is not None:
+                self._parts.draft_budget.answers.forget_adapter(digest)
             for sequence in (*self._scheduler.running, *self._scheduler.waiting):
                 used = sequence.adapter.members if sequence.adapter else ()
                 if digest not in [member.digest for member in used]:

@@ -6,6 +6,7 @@ from random import Random
 import pytest
 
 from lorikeet_engine.scheduling import draft_budget
+from lorikeet_engine.scheduling.recent_answers import AdapterAnswers, DraftSource
 from lorikeet_engine.scheduling.sequence import Sequence
 
 
@@ -15,11 +16,16 @@ class HalfRight:
     expected: the sequence's whole output.
     """
 
+    source = DraftSource.LOOKUP
+
     def __init__(self, sequence: Sequence, expected: list[int], chance: Random) -> None:
         self.sequence, self.expected, self.chance = sequence, expected, chance
         self.acceptance = chance.choice((0.5, 0.9, 1.0))
 
     def extend(self, tokens: Iterable[int]) -> None:
+        pass
+
+    def end(self, answers: AdapterAnswers) -> None:
         pass
 
     def predict(self, most: int) -> list[int]:
@@ -37,7 +43,7 @@ def draft_half_right(
     """
     chance = Random(seed)
 
-    def begin_lookup(sequence: Sequence) -> HalfRight:
+    def begin_lookup(sequence: Sequence, _answers: AdapterAnswers) -> HalfRight:
         tokens = expected(sequence.request.request_id, sequence.choice)
         sequence.lookup = HalfRight(sequence, tokens, chance)  # type: ignore[assignment]
         return sequence.lookup  # type: ignore[return-value]

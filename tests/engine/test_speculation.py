@@ -3,16 +3,18 @@
 test_random_traffic.py has drafts in random traffic, with preemptions, aborts and failed steps.
 """
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from lorikeet_engine.adapter import Composition
 from lorikeet_engine.errors import SettingsError
-from lorikeet_engine.request import LogprobsMode, Request, SamplingParams
+from lorikeet_engine.request import LogprobsMode, Request, SamplingParams, SchedulingParams
 from lorikeet_engine.scheduling import draft_budget
 from lorikeet_engine.scheduling.draft_budget import MOST_DRAFTED, DraftBudget
 from lorikeet_engine.scheduling.fairness import OUTPUT_TOKEN, PROMPT_TOKEN
+from lorikeet_engine.scheduling.recent_answers import DraftSource
 from tests.engine.descending_grammar import DescendingGrammars
 from tests.engine.engine_driver import (
     Answers,
@@ -72,7 +74,9 @@ def sampling(way):
 
 @pytest.fixture
 def eager(monkeypatch):
-    """Let all sequences draft that can, at any cost; check that drafts are of their own tokens."""
+    """Let all sequences draft that can, at any cost; check that drafts are of their own tokens or
+    of answers to the same tenant with the same adapter.
+    """
     monkeypatch.setattr(draft_budget, "_LEAST_GAIN", 0.0)
     monkeypatch.setattr(draft_budget, "_LONGEST", 1e9)
     choose = DraftBudget.choose
@@ -81,7 +85,8 @@ def eager(monkeypatch):
         drafts = choose(*arguments, **more)
         for sequence, tokens in drafts.items():
             assert len(tokens) <= MOST_DRAFTED
-            assert set(sequence.tokens).issuperset(tokens)
+            kept = arguments[0].answers.of(sequence.answers_key).tokens
+            assert {*sequence.tokens, *kept.tolist()}.issuperset(tokens)
         return drafts
 
     monkeypatch.setattr(DraftBudget, "choose", checked)
@@ -326,6 +331,49 @@ def test_drafted_tokens_are_charged_as_prompt_tokens(make, eager):
     assert status.drafted_tokens > 0
     cost = OUTPUT_TOKEN * steps + PROMPT_TOKEN * status.drafted_tokens
     assert counter.value - before == pytest.approx(cost)
+
+
+def test_drafts_come_from_answers_to_the_same_tenant_with_the_same_adapter_alone(
+    make, eager, shelf, tiny_checkpoints, tmp_path, monkeypatch
+):
+    """A tenant's secret, a repeated answer, is drafted for it and for nobody else."""
+    monkeypatch.setattr(draft_budget, "_LEAST_ACCEPTANCE", 0.0)
+    folders = [save_adapter(tiny_checkpoints["llama"], tmp_path / f"{n}", n, r=4) for n in (1, 2)]
+    first, second = (shelf.add(folder, folder.name) for folder in folders)
+    engine = make()
+    answers, drafted = Answers(engine), dict[str, list[tuple[int, ...]]]()
+    choose = DraftBudget.choose
+
+    def recorded(*arguments, **more):
+        drafts = choose(*arguments, **more)
+        for sequence, tokens in drafts.items():
+            if sequence.drafted_from is DraftSource.ANSWERS:
+                drafted.setdefault(sequence.request.request_id, []).append(tokens)
+        return drafts
+
+    monkeypatch.setattr(DraftBudget, "choose", recorded)
+    load_adapters(answers, [first, second])
+    ids = tuple(prompt(12))
+
+    def ask(name, tenant, adapter, salt=None):
+        request = greedy(name, [*ids], max_tokens=TOKENS, adapter=adapter, salt=salt or tenant)
+        answers.submit(replace(request, scheduling=SchedulingParams(tenant=tenant)))
+        answers.all()
+        return answers.of(name)
+
+    secret = ask("told", "acme", first)
+    assert ask("again", "acme", first) == secret
+    assert drafted["again"]
+    assert answers.outputs["again", 0][-1].timings.steps < TOKENS // 2
+    for name, asked in {
+        "tenant": ("globex", first),
+        "adapter": ("acme", second),
+        "base": ("acme", None),
+        "salt": ("acme", first, "other"),
+    }.items():
+        told = ask(name, *asked)
+        assert told == secret or asked[1] is not first  # the drafts would have been right
+        assert name not in drafted
 
 
 def test_an_unknown_speculation_is_refused(make):

@@ -26,6 +26,7 @@ from itertools import islice, takewhile
 from typing import NamedTuple
 
 from lorikeet_engine.costs import StepCosts
+from lorikeet_engine.scheduling.recent_answers import RecentAnswers
 from lorikeet_engine.scheduling.sequence import Sequence
 
 MOST_DRAFTED = 8
@@ -61,7 +62,10 @@ class _Draft(NamedTuple):
 
 
 class DraftBudget:
-    """Choice of drafts by each sequence's acceptance so far and the costs of steps."""
+    """Choice of drafts by each sequence's acceptance so far and the costs of steps.
+
+    answers: recent answers of adapters, in which drafts are found.
+    """
 
     def __init__(
         self, costs: StepCosts, sizes: tuple[int, ...] = (), goal_s: float | None = None
@@ -73,6 +77,14 @@ class DraftBudget:
         """
         self._costs, self._sizes = costs, sizes
         self._longest_s = math.inf if goal_s is None else goal_s
+        self.answers = RecentAnswers()
+
+    def ended(self, sequence: Sequence) -> None:
+        """Keep the answer of a sequence that has ended, for drafts of its adapter's next ones."""
+        prompt, end = sequence.prompt, sequence.prompt_length
+        answers = self.answers.add(sequence.answers_key, prompt, sequence.tokens[end:])
+        if sequence.lookup is not None:
+            sequence.lookup.end(answers)
 
     def choose(
         self, decodes: list[Sequence], room: int, *, alone: bool
@@ -85,7 +97,7 @@ class DraftBudget:
         """
         if room <= 0:
             return {}
-        drafts = [draft for each in decodes if (draft := _draft_of(each)) is not None]
+        drafts = [draft for each in decodes if (draft := self._draft_of(each)) is not None]
         counts = dict[Sequence, int]()
         if drafts and alone and len(drafts) == len(decodes):
             tokens = ((odds, draft) for draft in drafts for odds in draft.odds())
@@ -156,24 +168,26 @@ class DraftBudget:
         seen = round(drafted * context / decodes)
         return self._costs.step_s(padded, 0, context, seen=seen)
 
+    def _draft_of(self, sequence: Sequence) -> _Draft | None:
+        """Return the draft of a decoding sequence; None if it cannot have any.
 
-def _draft_of(sequence: Sequence) -> _Draft | None:
-    """Return the draft of a decoding sequence; None if it cannot have any.
-
-    Sequences in the background have none: they get only what others leave.
-    """
-    if sequence.background or not sequence.output_length:
-        return None
-    lookup, forced = sequence.lookup or sequence.begin_lookup(), sequence.forced
-    skipped = len(sequence.pending_rows)
-    first = skipped + len(forced)  # of the predicted tokens that may be drafted
-    most = min(MOST_DRAFTED, sequence.max_tokens - sequence.output_length - 1)
-    if most <= 0 or lookup.acceptance < _LEAST_ACCEPTANCE:
-        most = -first
-    predicted = lookup.predict(first + most)
-    if forced:
-        if tuple(predicted[skipped:first]) != forced:
+        Sequences in the background have none: they get only what others leave.
+        """
+        if sequence.background or not sequence.output_length:
             return None
-        skipped = 0  # before forced tokens, no other token could be sampled
-    tokens = list(takewhile(lambda token: token not in sequence.stop_ids, predicted[first:]))
-    return _Draft(sequence, tokens, lookup.acceptance, skipped) if tokens else None
+        lookup, forced = sequence.lookup, sequence.forced
+        if lookup is None:
+            lookup = sequence.begin_lookup(self.answers.of(sequence.answers_key))
+        skipped = len(sequence.pending_rows)
+        first = skipped + len(forced)  # of the predicted tokens that may be drafted
+        most = min(MOST_DRAFTED, sequence.max_tokens - sequence.output_length - 1)
+        predicted = lookup.predict(first + most if most > 0 else 0)
+        if lookup.acceptance < _LEAST_ACCEPTANCE:
+            return None
+        sequence.drafted_from = lookup.source
+        if forced:
+            if tuple(predicted[skipped:first]) != forced:
+                return None
+            skipped = 0  # before forced tokens, no other token could be sampled
+        tokens = list(takewhile(lambda token: token not in sequence.stop_ids, predicted[first:]))
+        return _Draft(sequence, tokens, lookup.acceptance, skipped) if tokens else None

@@ -295,6 +295,8 @@ class Scheduler:
         preempted = sequence.status is SequenceStatus.PREEMPTED
         (self.waiting if preempted else self.running).remove(sequence)
         self._throughput.answer_ended(sequence.output_length)
+        if self._drafts is not None:
+            self._drafts.ended(sequence)
         self._end(sequence)
 
     def drop(self, matches: Callable[[Sequence], bool]) -> list[Sequence]:

@@ -22,6 +22,7 @@ from lorikeet_engine.scheduling.kv_cache import (
     TokenIds,
 )
 from lorikeet_engine.scheduling.prompt_lookup import PromptLookup
+from lorikeet_engine.scheduling.recent_answers import AdapterAnswers, DraftSource, Key
 
 
 class SequenceStatus(Enum):
@@ -204,6 +205,7 @@ class Sequence:
     awaits_verification: whether a step was launched that verifies drafted tokens, and the host has
         not read which of them are accepted. The sequence takes part in no step until then.
     lookup: source of drafts; None before the first use.
+    drafted_from: text in which the draft was found that awaits verification.
     kv: KV pages of the sequence.
     adapter: adapter that changes the sequence's tokens; None for the base model alone, also if the
         prompt does not have the invocation tokens of the request's activated LoRA.
@@ -255,6 +257,7 @@ class Sequence:
         self.decode_tokens = 1
         self.awaits_verification = False
         self.lookup: PromptLookup | None = None
+        self.drafted_from = DraftSource.LOOKUP
         self.prompt_length, self.length = len(self.prompt), len(self.tokens)
         self.kv = SequencePages(self.tokens, prompt_keys)
         self.adapter = None if prompt_keys.adapter_digest is None else request.adapter
@@ -294,10 +297,19 @@ class Sequence:
         """Whether all foreground sequences go before this one."""
         return self.request.scheduling.background
 
-    def begin_lookup(self) -> PromptLookup:
-        """Create `lookup` from the tokens that the host knows, and return it."""
+    @property
+    def answers_key(self) -> Key:
+        """Key of the recent answers to the same tenant with the same adapter."""
+        adapter = None if self.adapter is None else self.adapter.digest
+        return self.request.scheduling.tenant, self.request.salt, adapter
+
+    def begin_lookup(self, answers: AdapterAnswers) -> PromptLookup:
+        """Create `lookup` from the tokens that the host knows, and return it.
+
+        answers: recent answers to the same tenant with the same adapter.
+        """
         left = self.prompt_length + self.max_tokens - len(self.tokens)
-        self.lookup = PromptLookup(self.tokens, left)
+        self.lookup = PromptLookup(self.tokens, left, answers)
         return self.lookup
 
     @property

@@ -6,6 +6,7 @@ import pytest
 
 from lorikeet_engine.costs import StepCosts
 from lorikeet_engine.scheduling.draft_budget import MOST_DRAFTED, DraftBudget
+from lorikeet_engine.scheduling.recent_answers import DraftSource
 
 COSTS = StepCosts()  # of Llama-3.1-8B on an H200
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
@@ -16,7 +17,9 @@ class Predicting:
 
     def __init__(self, acceptance, *, pending=0, left=100, stop_ids=(), length=512, forced=()):
         self.lookup = SimpleNamespace(
-            acceptance=acceptance, predict=lambda most: list(range(100, 100 + most))
+            acceptance=acceptance,
+            source=DraftSource.LOOKUP,
+            predict=lambda most: list(range(100, 100 + most)),
         )
         self.output_length, self.length, self.background = 5, length, False
         self.forced, self.decode_tokens = forced, 1 + len(forced)
