@@ -5,8 +5,9 @@ from random import Random
 
 import pytest
 
+from lorikeet_engine.request import DraftSource
 from lorikeet_engine.scheduling import draft_budget
-from lorikeet_engine.scheduling.recent_answers import AdapterAnswers, DraftSource
+from lorikeet_engine.scheduling.recent_answers import AdapterAnswers
 from lorikeet_engine.scheduling.sequence import Sequence
 
 

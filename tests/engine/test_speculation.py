@@ -10,11 +10,16 @@ import pytest
 
 from lorikeet_engine.adapter import Composition
 from lorikeet_engine.errors import SettingsError
-from lorikeet_engine.request import LogprobsMode, Request, SamplingParams, SchedulingParams
+from lorikeet_engine.request import (
+    DraftSource,
+    LogprobsMode,
+    Request,
+    SamplingParams,
+    SchedulingParams,
+)
 from lorikeet_engine.scheduling import draft_budget
 from lorikeet_engine.scheduling.draft_budget import MOST_DRAFTED, DraftBudget
 from lorikeet_engine.scheduling.fairness import OUTPUT_TOKEN, PROMPT_TOKEN
-from lorikeet_engine.scheduling.recent_answers import DraftSource
 from tests.engine.descending_grammar import DescendingGrammars
 from tests.engine.engine_driver import (
     Answers,

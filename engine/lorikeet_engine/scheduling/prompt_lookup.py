@@ -11,7 +11,8 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from lorikeet_engine.scheduling.recent_answers import END, AdapterAnswers, DraftSource, Tokens
+from lorikeet_engine.request import DraftSource
+from lorikeet_engine.scheduling.recent_answers import END, AdapterAnswers, Tokens
 
 # Tokens that must have occurred before, for a draft to be made of what followed them.
 _SHORTEST, _LONGEST = 2, 4

@@ -6,10 +6,11 @@ pages in the prefix cache are, so a draft never contains another tenant's or ano
 
 import time
 from collections.abc import Sequence
-from enum import StrEnum
 
 import numpy as np
 import numpy.typing as npt
+
+from lorikeet_engine.request import DraftSource
 
 Tokens = npt.NDArray[np.int32]
 
@@ -31,17 +32,6 @@ _UNUSED_S = 600.0
 _SHORTEST = 4
 # Weight of the last answer in the acceptance.
 _NEWEST = 1 / 4
-
-
-class DraftSource(StrEnum):
-    """Text in which a draft was found.
-
-    LOOKUP: the sequence's own prompt and output.
-    ANSWERS: recent answers to the same tenant with the same adapter.
-    """
-
-    LOOKUP = "lookup"
-    ANSWERS = "answers"
 
 
 Key = tuple[str, str, str | None]

@@ -11,7 +11,14 @@ from enum import Enum, auto
 from typing import NamedTuple, Protocol
 
 from lorikeet_engine.adapter import Residency
-from lorikeet_engine.request import EngineTimings, FinishReason, MemberLoad, Request
+from lorikeet_engine.request import (
+    DraftCounts,
+    DraftSource,
+    EngineTimings,
+    FinishReason,
+    MemberLoad,
+    Request,
+)
 from lorikeet_engine.sampling.grammar import Matcher
 from lorikeet_engine.sampling.penalties import PenaltySlot
 from lorikeet_engine.scheduling.fairness import SequenceCost
@@ -22,7 +29,7 @@ from lorikeet_engine.scheduling.kv_cache import (
     TokenIds,
 )
 from lorikeet_engine.scheduling.prompt_lookup import PromptLookup
-from lorikeet_engine.scheduling.recent_answers import AdapterAnswers, DraftSource, Key
+from lorikeet_engine.scheduling.recent_answers import AdapterAnswers, Key
 
 
 class SequenceStatus(Enum):
@@ -128,8 +135,7 @@ class SequenceTimings:
     cached_tokens: prompt tokens found in the KV cache when the sequence first began.
     preemptions: number of times that the sequence was preempted.
     steps: number of steps that the sequence took part in.
-    drafted_tokens: number of drafted tokens that steps have verified.
-    accepted_tokens: number of these tokens that became tokens of the output.
+    drafts: numbers of drafted tokens by source; empty without any.
     member_tiers, members_loaded_s: like residency and loaded_s, for each adapter of a composition.
     """
 
@@ -143,8 +149,7 @@ class SequenceTimings:
     cached_tokens: int = 0
     preemptions: int = 0
     steps: int = 0
-    drafted_tokens: int = 0
-    accepted_tokens: int = 0
+    drafts: dict[DraftSource, DraftCounts] = field(default_factory=dict)
     member_tiers: tuple[Residency, ...] = ()
     members_loaded_s: tuple[float, ...] = ()
 
@@ -168,8 +173,7 @@ class SequenceTimings:
             cached_tokens=self.cached_tokens,
             preemptions=self.preemptions,
             steps=self.steps,
-            drafted_tokens=self.drafted_tokens,
-            accepted_tokens=self.accepted_tokens,
+            drafts=tuple(self.drafts.values()),
             members=self._member_loads(queued_s) if self.member_tiers else (),
         )
 

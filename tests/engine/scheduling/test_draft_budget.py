@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 
 from lorikeet_engine.costs import StepCosts
+from lorikeet_engine.request import DraftSource
 from lorikeet_engine.scheduling.draft_budget import MOST_DRAFTED, DraftBudget
-from lorikeet_engine.scheduling.recent_answers import DraftSource
 
 COSTS = StepCosts()  # of Llama-3.1-8B on an H200
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)

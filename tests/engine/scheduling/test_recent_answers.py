@@ -4,9 +4,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from lorikeet_engine.request import DraftSource
 from lorikeet_engine.scheduling import recent_answers
 from lorikeet_engine.scheduling.prompt_lookup import PromptLookup
-from lorikeet_engine.scheduling.recent_answers import DraftSource, RecentAnswers
+from lorikeet_engine.scheduling.recent_answers import RecentAnswers
 
 KEY = ("acme", "acme", "d1")
 
