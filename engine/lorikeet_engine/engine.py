@@ -51,11 +51,11 @@ class Engine:
     """One base model, its adapters, and the requests in flight.
 
     Threads: wait, step, fail_all and close may be called on one thread only (EngineLoop's), and
-    changed_status on one other thread only (StatusReporter's). All other methods and incoming_blobs
+    report on one other thread only (StatusReporter's). All other methods and incoming_blobs
     may be used on any thread.
 
     info: facts about the started engine that callers need.
-    changed: event that is set when changed_status may have something to report.
+    changed: event that is set when the next report may differ from the last one.
     incoming_blobs: packs adapters' blobs while they are still being written to files.
     """
 
@@ -82,7 +82,6 @@ class Engine:
         self._runner, self._tiers, self._kv_pages = parts.runner, parts.tiers, parts.kv_pages
         self._state_bytes = parts.runner.state_bytes
         self.changed, self.incoming_blobs = self._tiers.changed, self._tiers.incoming_blobs
-        self._reported: EngineStatus | None = None
         self.info = parts.info
         self._grammars = grammars
         self._input_processor = InputProcessor(self.info, settings.page_size, grammars)
@@ -237,17 +236,12 @@ class Engine:
             states=_state_usage(cache.states, self._state_bytes),
         )
 
-    def changed_status(self) -> EngineStatus | None:
-        """Return the status if anything changed since the last call, else None.
-
-        In the status, `moved` has the new tier of each adapter whose tier has changed since that
-        call.
+    def report(self) -> EngineStatus:
+        """Return the status, with in `moved` the new tier of each adapter whose tier has changed
+        since the last call.
         """
-        moved, status = self._tiers.moved(), self.status()
-        if not moved and status == self._reported:
-            return None
-        self._reported = status
-        return replace(status, moved=moved)
+        moved = self._tiers.moved()
+        return replace(self.status(), moved=moved)
 
     def adapters(self, tier: Residency = Residency.DISK) -> list[AdapterStatus]:
         """List the adapters on the GPU, and the remembered adapters at `tier` or nearer to the GPU.
