@@ -227,8 +227,7 @@ class Engine:
             prompt_tokens=counters.prompt_tokens,
             cached_tokens=counters.cached_tokens,
             output_tokens=counters.output_tokens,
-            drafted_tokens=counters.drafted_tokens,
-            accepted_tokens=counters.accepted_tokens,
+            drafts=tuple(counters.drafts.values()),
             step_s=counters.seconds.read(),
             step_sequences=counters.sequences.read(),
             step_adapters=counters.adapters.read(),
@@ -303,6 +302,8 @@ class Engine:
         failed = dict[str, EngineError]()
         for digest, error in damaged.items():
             self._cache.forget_adapter(digest)
+            if self._parts.draft_budget is not None:
+                self._parts.draft_budget.answers.forget_adapter(digest)
             for sequence in (*self._scheduler.running, *self._scheduler.waiting):
                 used = sequence.adapter.members if sequence.adapter else ()
                 if digest not in [member.digest for member in used]:
@@ -350,18 +351,21 @@ class Engine:
         for chunk in step.chunks:
             if chunk.sequence.status is not SequenceStatus.FINISHED:
                 if chunk.completes:
-                    self._accept(chunk, row, sampled)
+                    self._accept(chunk, row, sampled, step)
                 else:
                     self._scheduler.written(chunk)
             row += chunk.rows
 
-    def _accept(self, chunk: Chunk, row: int, sampled: steps.SampledTokens) -> None:
+    def _accept(
+        self, chunk: Chunk, row: int, sampled: steps.SampledTokens, step: steps.InFlightStep
+    ) -> None:
         sequence, request_id = chunk.sequence, chunk.sequence.request.request_id
         try:
-            *drafted, token = sampled.verified(row, chunk.drafted)
-            tokens, logprobs = sampled.delivered(row, sequence, drafted)
+            *drafted, token = sampled.verified(row, chunk.drafted[: step.followed.get(row)])
             if chunk.drafted:
-                chunk = self._scheduler.verified(chunk, tuple(drafted))
+                forced = step.forced.get(row + len(drafted), ())
+                chunk = self._scheduler.verified(chunk, tuple(drafted), forced)
+            tokens, logprobs = sampled.delivered(row, sequence, drafted)
             self._scheduler.written(chunk)
             finish = sequence.accept(token)
         except BaseException as error:  # of the grammar, perhaps a panic in Rust: others go on
