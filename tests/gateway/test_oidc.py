@@ -209,6 +209,8 @@ def test_changes_name_the_subject_by_its_hash_alone(world: World) -> None:
         {"exp": time.time() - 3600, "iat": time.time() - 7200},
         {"exp": None},
         {"exp": "soon"},
+        {"exp": [1]},
+        {"exp": float("inf")},
         {"iat": time.time() + 3600, "exp": time.time() + 7200},
         {"nbf": time.time() + 3600},
         {"aud": "other"},

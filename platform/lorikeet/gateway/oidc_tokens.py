@@ -79,8 +79,9 @@ class OidcTokens:
                 f"this token names no tenant: its claim {self._issuer.tenant!r} wants a tenant's "
                 "name"
             )
-        subject = hashlib.sha256(f"{claims['iss']} {claims['sub']}".encode()).hexdigest()
-        return KeyRecord(f"oidc-{subject[:16]}", tenant, scopes, "", float(claims["iat"]))
+        subject = f"{claims['iss']} {claims['sub']}".encode(errors="surrogatepass")
+        name = f"oidc-{hashlib.sha256(subject).hexdigest()[:16]}"
+        return KeyRecord(name, tenant, scopes, "", float(claims["iat"]))
 
     def check_role(self, key: KeyRecord, *, of_admin: bool) -> None:
         """Raise Forbidden if the key of a token has no scope, naming the roles that give one.
@@ -119,7 +120,7 @@ class OidcTokens:
                 leeway=_SKEW_S,
                 options={"require": ["exp", "iat", "iss", "aud", "sub"]},
             )
-        except (jwt.PyJWTError, RecursionError) as error:
+        except (jwt.PyJWTError, TypeError, OverflowError, RecursionError) as error:
             raise InvalidKey(
                 f"this token is not valid here ({error}): get another from "
                 f"{self._issuer.issuer} for the audience {self._issuer.audience}"
