@@ -154,9 +154,9 @@ class PromptEncoder:
         return other
 
     def with_marks(self, marks: AnswerMarks | None) -> "PromptEncoder":
-        """Return an encoder for answers with these syntax and tags; None: this encoder.
+        """Return a copy with the tool-call syntax and thinking tags of `marks`, to read answers.
 
-        An encoder for answers cannot encode prompts.
+        The copy cannot encode prompts. With None this encoder itself is returned.
         """
         if marks is None:
             return self
