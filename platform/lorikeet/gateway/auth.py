@@ -328,7 +328,7 @@ def _authorization(request: Request, scope: Scope) -> str | None:
     """Return a request's Authorization header; None without one.
 
     On tenants' routes a Basic header is returned as the Bearer header of its key, and x-api-key may
-    replace Authorization. Raises InvalidKey if Authorization and x-api-key have
+    replace Authorization, also with Tinker's prefix. Raises InvalidKey if the two headers have
     different keys.
     """
     authorization = request.headers.get("authorization")

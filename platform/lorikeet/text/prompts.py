@@ -289,8 +289,8 @@ class PromptEncoder:
         return array(_INT32, chain.from_iterable(each.ids for each in encoded))
 
     def _spelled(self, values: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
-        """Return JSON values in which the texts of special tokens are split, so that these are
-        encoded in letters.
+        """Return JSON values in which the text of each special token is split in two, so that the
+        tokenizer encodes it as plain text.
         """
         found = self._marks.search(json.dumps(values, ensure_ascii=False))
         return values if found is None else self._split_marks(values)
