@@ -1,8 +1,10 @@
 """Store of tenants' files: the input and the output of batches, in the catalog's store.
 
-files/TENANT/ID describes a file, and file_contents/TENANT/ID-EXPIRY holds its bytes, where EXPIRY
-is the time at which the file expires in hexadecimal Unix seconds. Contents are written first, so a
-described file is whole. Ids begin with the time in milliseconds: they sort by age.
+files/TENANT/ID                  description of a file
+file_contents/TENANT/ID-EXPIRY   its bytes; EXPIRY: hexadecimal Unix seconds
+
+Contents are written first, so a described file is complete. Ids begin with the time in
+milliseconds, so they sort by age.
 """
 
 import json

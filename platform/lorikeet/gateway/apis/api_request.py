@@ -101,7 +101,7 @@ class ApiRequest(Body):
 
     @property
     def is_flex(self) -> bool:
-        """Whether the request asks to be served with what others leave: service_tier "flex"."""
+        """Whether the request asks to run in the background: service_tier "flex"."""
         return getattr(self, "service_tier", None) == "flex"
 
     @abstractmethod
