@@ -499,7 +499,7 @@ class _Course:
 
 
 class _AnswerLost(Unavailable):
-    """Replica that will not complete an answer, for a reason that spares other replicas."""
+    """A replica will not complete an answer, and another replica may."""
 
     def __init__(self, message: str, reason: ResumeReason) -> None:
         super().__init__(message)
