@@ -45,7 +45,10 @@ _INTERNAL = "the service failed, not this request: send it again, or give your a
 _NO_WEBSOCKETS = "there are no WebSockets here: send the request over HTTP, with stream for events"
 _CHAT = ": ask /v1/chat/completions (most clients have a setting for it)"
 _ONE_BY_ONE = ": messages are sent one by one, to /v1/messages"
-_TEXT = ": this service only generates text, at /v1/chat/completions and /v1/completions"
+_TEXT = (
+    ": this service generates text, at /v1/chat/completions and /v1/completions, and embeds it, at "
+    "/v1/embeddings"
+)
 _BELOW = ": ask a path below it, such as /v1/chat/completions or /v1/models"
 _LISTENERS = (
     ": tenants' paths begin with /v1; /ui, /metrics and /admin/v1 are at the admin listener"
@@ -61,7 +64,7 @@ _ENDPOINTS = {
     "conversations": _CHAT,
     "messages": _ONE_BY_ONE,
     **dict.fromkeys(("load_lora_adapter", "unload_lora_adapter"), _LOADS),
-    **dict.fromkeys(("embeddings", "rerank", "score", "moderations", "audio", "images"), _TEXT),
+    **dict.fromkeys(("rerank", "moderations", "audio", "images"), _TEXT),
     **dict.fromkeys(("uploads", "fine_tuning", "assistants", "threads"), _TEXT),
 }
 """Advice in the 404 for endpoints that do not exist but that clients may call, by the first part of
@@ -91,6 +94,7 @@ _PARAMS = {
     Endpoint.CLASSIFY: {"prompt": "input"},
     Endpoint.SCORE: {"prompt": "input"},
     Endpoint.POOLING: {"prompt": "input"},
+    Endpoint.EMBEDDINGS: {"prompt": "input"},
 }
 """Names of request fields at each endpoint, by the names that replicas and engines use in errors
 for the same fields.

@@ -109,9 +109,12 @@ def show_touched(version: dict[str, Any]) -> str:
 
 
 def show_kind(version: dict[str, Any]) -> Iterator[str]:
-    """Describe the invocation of a version that is an activated LoRA, and the labels of a version
-    with a head.
+    """Describe the invocation of a version that is an activated LoRA, the labels of a version with
+    a head, and the pooling of a version that has its own way of embedding texts.
     """
+    if (embedder := version["embedder"]) is not None:
+        scaled = ", normalised" if embedder["normalizes"] else ""
+        yield f"embeds texts by pooling {embedder['pooling']}{scaled}"
     if (head := version["head"]) is not None:
         labels = head["labels"]
         more = ", …" if len(labels) > _SHOWN_LABELS else ""
