@@ -199,7 +199,9 @@ def test_a_request_is_explained(gateway: Gateway) -> None:
 
 def test_a_base_model_with_a_head_classifies_and_does_not_generate(tmp_path: Path) -> None:
     head = Head(("calm", "wild"))
-    with serving(tmp_path, served={"tiny": ServedModel(SHAPE, head=head)}) as gateway:
+    with serving(
+        tmp_path, served={"tiny": ServedModel(SHAPE, ("org/Tiny-1B",), head=head)}
+    ) as gateway:
         gateway.engines.replay = scoring(1.0, 3.0)
         body = {"model": "tiny", "input": "hello"}
         (found,) = gateway.post("/v1/classify", body).json()["data"]
