@@ -89,6 +89,8 @@ TENANTS: Mapping[Route, Callable[[str, str], tuple[str, Any]] | None] = {
     ("GET", "/v1/models"): None,
     ("GET", "/v1/models/{model}"): lambda model, _: (f"/v1/models/{model}", None),
     ("GET", "/v1/requests/{request_id}"): lambda _, asked: (f"/v1/requests/{asked}", None),
+    ("GET", "/v1/requests"): None,
+    ("GET", "/v1/limits"): None,
     ("GET", "/v1/usage"): None,
     ("GET", "/v1/openapi.json"): None,
     ("POST", TOKENIZE): lambda model, _: (TOKENIZE, {"model": model, "prompt": "hello"}),

@@ -37,6 +37,7 @@ from lorikeet.gateway.reads import TenantReads
 from lorikeet.gateway.routes.batches import batch_routes
 from lorikeet.gateway.routes.files import StoredFiles, file_routes
 from lorikeet.gateway.routes.health import health_routes
+from lorikeet.gateway.routes.limits import limit_routes
 from lorikeet.gateway.routes.metrics import Scrape, add_gauges, metrics_routes
 from lorikeet.gateway.routes.models import model_routes
 from lorikeet.gateway.routes.requests import request_routes
@@ -114,6 +115,7 @@ def create_app(services: Services) -> FastAPI:
     for router in (
         request_routes(reads, request_log),
         usage_routes(reads, usage),
+        limit_routes(reads, rate_limiter, catalog_view),
         model_routes(services, authenticator, reads),
         response_routes(authenticator, rate_limiter, request_log, stored, read_limiter),
         file_routes(reads, files),

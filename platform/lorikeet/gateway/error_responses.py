@@ -51,7 +51,8 @@ _TEXT = (
 )
 _BELOW = ": ask a path below it, such as /v1/chat/completions or /v1/models"
 _LISTENERS = (
-    ": tenants' paths begin with /v1; /ui, /metrics and /admin/v1 are at the admin listener"
+    ": tenants' paths begin with /v1, their page is /ui; "
+    "/metrics and /admin/v1 are at the admin listener"
 )
 _LOADS = ": the operator switches it on by LORIKEET_LOAD_FROM; or push to /v1/adapters"
 _TINKER = (
