@@ -1,4 +1,6 @@
-"""Answers to requests that pool prompts, in the shapes of vLLM and, for embeddings, of OpenAI."""
+"""JSON bodies of answers to requests that pool prompts, in the shapes of vLLM and, for embeddings,
+of OpenAI.
+"""
 
 import math
 from array import array
@@ -24,9 +26,9 @@ _LEAST_NORM = 1e-12  # of torch.nn.functional.normalize
 
 
 def pooled_body(call: Call, pooled: Sequence["array[float]"], usage: FinalUsage) -> bytes:
-    """Return the JSON body that answers a call which pools its prompts.
+    """Return the JSON body of the answer to a call that pools its prompts.
 
-    pooled: values of each prompt.
+    pooled: values of each prompt: one for each label of the head, or pooled hidden states.
     """
     opening = {
         "id": f"{_IDS[call.endpoint]}-{call.request_id}",
@@ -45,8 +47,9 @@ def pooled_body(call: Call, pooled: Sequence["array[float]"], usage: FinalUsage)
 
 
 def probabilities(head: Head, scores: Sequence[float]) -> list[float]:
-    """Return the probability of each label, by the activation that transformers' pipelines choose:
-    none for a regression, a sigmoid for one label or several that may hold together, else softmax.
+    """Return the probability of each label, as transformers' TextClassificationPipeline does: the
+    value itself for a regression, its sigmoid for one label and for labels that do not exclude each
+    other, else the softmax.
 
     scores: the head's values, one for each label.
     """
@@ -54,8 +57,10 @@ def probabilities(head: Head, scores: Sequence[float]) -> list[float]:
         return list(scores)
     if head.problem is Problem.MULTI_LABEL or len(scores) == 1:
         return [_sigmoid(score) for score in scores]
-    powers = [math.exp(score - max(scores)) for score in scores]
-    return [power / sum(powers) for power in powers]
+    most = max(scores)
+    powers = [math.exp(score - most) for score in scores]
+    total = sum(powers)
+    return [power / total for power in powers]
 
 
 def embedding(

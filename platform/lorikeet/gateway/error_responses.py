@@ -46,8 +46,8 @@ _NO_WEBSOCKETS = "there are no WebSockets here: send the request over HTTP, with
 _CHAT = ": ask /v1/chat/completions (most clients have a setting for it)"
 _ONE_BY_ONE = ": messages are sent one by one, to /v1/messages"
 _TEXT = (
-    ": this service generates text, at /v1/chat/completions and /v1/completions, and embeds it, at "
-    "/v1/embeddings"
+    ": this service generates text (/v1/chat/completions), classifies it (/v1/classify) and embeds "
+    "it (/v1/embeddings)"
 )
 _BELOW = ": ask a path below it, such as /v1/chat/completions or /v1/models"
 _LISTENERS = (
@@ -62,6 +62,7 @@ _TINKER = (
 _ENDPOINTS = {
     "": _BELOW,
     **dict.fromkeys(("chat", "completions", "models", "responses", "files", "batches"), ""),
+    **dict.fromkeys(("classify", "score", "pooling", "embeddings"), ""),
     "conversations": _CHAT,
     "messages": _ONE_BY_ONE,
     **dict.fromkeys(("load_lora_adapter", "unload_lora_adapter"), _LOADS),
@@ -120,9 +121,8 @@ class Refused(LorikeetError):
 
 
 def client_api(scope: Scope) -> ClientApi:
-    """Return the API (OpenAI's or Anthropic's) whose client sent a request.
-
-    The path and the header anthropic-version show it.
+    """Return the API whose client sent a request: Anthropic's if the request has the header
+    anthropic-version, else the path's.
     """
     if any(name == b"anthropic-version" for name, _ in scope["headers"]):
         return ClientApi.ANTHROPIC

@@ -109,8 +109,8 @@ def show_touched(version: dict[str, Any]) -> str:
 
 
 def show_kind(version: dict[str, Any]) -> Iterator[str]:
-    """Describe the invocation of a version that is an activated LoRA, the labels of a version with
-    a head, and the pooling of a version that has its own way of embedding texts.
+    """Describe a version that is more than a plain LoRA: its own pooling, the labels of its head,
+    or its invocation tokens.
     """
     if (embedder := version["embedder"]) is not None:
         scaled = ", normalised" if embedder["normalizes"] else ""

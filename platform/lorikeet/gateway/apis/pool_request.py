@@ -31,10 +31,10 @@ numbers takes a tenth of a second for 100,000.
 class PoolRequest(TemplateFields, ApiRequest):
     """Fields common to requests that pool prompts.
 
-    input: texts or token ids, each of which is pooled.
-    messages: a chat, which is pooled as the chat template writes it, by default without the
-        beginning of an answer.
-    user: name of a session, as in requests that generate.
+    input: prompts, as texts or token ids. Each is pooled.
+    messages: a chat to pool, as the chat template writes it. Without add_generation_prompt it ends
+        before an answer's beginning.
+    user: name of the request's session.
     """
 
     no_ops: ClassVar[NoOps] = POOL_NO_OPS
@@ -58,7 +58,7 @@ class PoolRequest(TemplateFields, ApiRequest):
         return self
 
     def session(self) -> str | None:
-        """Return `user`, which names the request's session; None if it is absent."""
+        """Return the name of the request's session; None if it has none."""
         return self.user
 
     def to_call(self, context: CallContext) -> Call:
@@ -82,7 +82,7 @@ class PoolRequest(TemplateFields, ApiRequest):
 class ClassifyRequest(PoolRequest):
     """Request of POST /v1/classify.
 
-    use_activation: answer with probabilities; False: with the head's own values.
+    use_activation: None or True: return probabilities; False: return the head's own values.
     """
 
     endpoint = Endpoint.CLASSIFY
@@ -97,7 +97,7 @@ class ClassifyRequest(PoolRequest):
 class PoolingRequest(ClassifyRequest):
     """Request of POST /v1/pooling.
 
-    encoding_format: base64 of little-endian float32, or numbers.
+    encoding_format: float: return numbers; base64: return base64 of little-endian float32.
     """
 
     endpoint = Endpoint.POOLING
@@ -110,7 +110,7 @@ class PoolingRequest(ClassifyRequest):
 
 
 class ScoreRequest(PoolRequest):
-    """Request of POST /v1/score, for reward models: heads of one label."""
+    """Request of POST /v1/score, for reward models, whose heads have one label."""
 
     hints: ClassVar[dict[str, str]] = dict.fromkeys(
         ("text_1", "text_2", "queries", "documents"),
