@@ -9,7 +9,7 @@ from typing import Any, BinaryIO, NamedTuple
 from pydantic_core import from_json, to_json
 
 from lorikeet.errors import RequestTooLarge
-from lorikeet.gateway.body import MAX_JSON_BYTES, MAX_VALUES, ValueBudget
+from lorikeet.gateway.body import MAX_JSON_BYTES, ValueBudget
 
 MAX_LINES = 50_000
 """Limit on the requests of one batch, as OpenAI's."""
@@ -18,8 +18,8 @@ MAX_LINE_BYTES = MAX_JSON_BYTES
 MAX_ERRORS = 100
 """Number of errors at which the check of an input stops."""
 MAX_ID_LENGTH = 512
-_MAX_VALUES = MAX_VALUES + 10
-"""Approximate limit on the JSON values of one line: its body's, and its own members."""
+MAX_VALUES = 2**18
+"""Approximate limit on the JSON values of one line; some endpoints take fewer."""
 
 Json = dict[str, Any]
 
@@ -93,10 +93,10 @@ def _check(text: bytes, endpoint: str, ids: set[bytes]) -> tuple[str, str, str |
         return "line_too_long", f"the line is longer than {MAX_LINE_BYTES} bytes", None
     try:
         # Parsing holds the interpreter's lock, so the number of values must be bounded.
-        ValueBudget(_MAX_VALUES).spend(text)
+        ValueBudget(MAX_VALUES).spend(text)
         line = from_json(text, allow_inf_nan=False)
     except RequestTooLarge:
-        return RequestTooLarge.code, f"the line has more than {_MAX_VALUES} JSON values", None
+        return RequestTooLarge.code, f"the line has more than {MAX_VALUES} JSON values", None
     except ValueError:
         return "invalid_json_line", "the line is not valid JSON in UTF-8", None
     if not isinstance(line, dict):
