@@ -107,7 +107,7 @@ def settings(tmp_path_factory):
         "LORIKEET_CATALOG": str(root / "catalog"),
         "LORIKEET_CACHE_DIR": str(root / "cache"),
         "LORIKEET_USAGE_FLUSH_S": "0.2",
-        "LORIKEET_PRICES": f"{BASE}=0.15/0.03/0.6,quillon/rot13=3/1/9",
+        "LORIKEET_PRICES": f"{BASE}=0.15/0.03/0.6,{BASE}:flex=0.05/0.01/0.2,quillon/rot13=3/1/9",
     }
     settings = Settings.from_env(given)
     fill_catalog(settings, root)
@@ -181,9 +181,8 @@ def test_a_replica_writes_usage_regularly_and_at_close(settings):
     assert counted[base].output_tokens >= 1
     assert counted[base].slot_s == counted[base].loads == 0
     assert counted[base].cost == settings.prices[BASE].cost(*billed(counted[base])) > 0
-    own = f"{ref.tenant}/{ref.name}"
-    price = settings.prices.get(own, settings.prices[BASE])
-    assert adapter.cost == price.cost(*billed(adapter)) > 0
+    usual, cheap = settings.prices[BASE], settings.prices[f"{BASE}:flex"]
+    assert adapter.cost == usual.cost(*said) + cheap.cost(*flexed) > 0
 
 
 def test_a_composition_is_billed_once_and_its_loads_by_adapter(settings):

@@ -60,9 +60,10 @@ class Metering:
         counts = meter.counts()
         if counts is not None:
             used = counts.prompt_tokens, counts.cached_tokens, counts.output_tokens
-            cost = price_of(self._prices, self._base_model, call.adapter).cost(*used)
+            background = call.scheduling.background
+            at = price_of(self._prices, self._base_model, call.adapter, background=background)
             account = self._account(call.tenant, call.adapter)
-            self._ledger.add(account, replace(counts, cost=cost))
+            self._ledger.add(account, replace(counts, cost=at.cost(*used)))
 
     def _collect(self) -> None:
         """Add to the ledger the slot time and loads that the engine's process has counted."""

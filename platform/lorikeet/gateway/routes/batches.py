@@ -1,6 +1,8 @@
 """Batches of tenants, in the shape of OpenAI's API: /v1/batches."""
 
+import asyncio
 from typing import Annotated, Any
+from weakref import WeakValueDictionary
 
 from fastapi import APIRouter, Query, Request
 
@@ -44,6 +46,7 @@ def batch_routes(
     runner: loop that runs batches in this gateway; None as `batches`.
     """
     router = APIRouter(prefix="/v1/batches")
+    turns = WeakValueDictionary[str, asyncio.Lock]()  # by tenant, so that its batches are counted
 
     def store() -> BatchStore:
         assert batches is not None, "files.call has raised"
@@ -62,7 +65,8 @@ def batch_routes(
             except UnknownKey:
                 raise Forbidden("a token ends before a batch does: make it with a key") from None
             body = await read_json(request, BatchRequest)
-            made = await files.call(lambda kept: _create(store(), kept, tenant, key_id, body))
+            async with turns.setdefault(tenant, asyncio.Lock()):
+                made = await files.call(lambda kept: _create(store(), kept, tenant, key_id, body))
         wake()
         return made
 
