@@ -154,7 +154,7 @@ def _bare_application(
     lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]] | None = None,
     audit: AuditStream | None = None,
 ) -> FastAPI:
-    """Build an application with middleware alone.
+    """Build an application with its middleware and error handlers, without routes.
 
     lifespan: context in which the application runs.
     audit: stream of admins' changes; None: they are not written.
@@ -167,9 +167,9 @@ def _bare_application(
         telemetry={"tracing": False, "metrics": False, "logs": False, "auto_configure": False},
         redirect_slashes=False,
     )
-    if audit is not None:
-        app.add_middleware(AuditMiddleware, stream=audit)
     app.add_middleware(RequestMiddleware)
+    if audit is not None:
+        app.add_middleware(AuditMiddleware, stream=audit)  # outside, to see a failure's status
     add_error_handlers(app)
     return app
 
