@@ -7,7 +7,6 @@ Requests arrive, share, fail and are aborted at any moment; checked_engine.py ha
 import shutil
 import tempfile
 from pathlib import Path
-from random import Random
 
 import pytest
 from hypothesis import settings
@@ -16,10 +15,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from lorikeet_engine.execution import batch_builder
 from lorikeet_engine.request import SamplingParams
-from lorikeet_engine.scheduling import draft_budget
 from lorikeet_engine.scheduling.kv_cache import KVCache
-from lorikeet_engine.scheduling.sequence import Sequence
 from tests.engine.checked_engine import ADAPTER_BYTES, BROKEN, GOOD, OTHER, CheckedEngine
+from tests.engine.half_right import draft_half_right
 from tests.engine.hash_model import PAGE, WHOLE, WINDOWED
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -127,22 +125,6 @@ class WindowedTraffic(Traffic):
     overlap, windows = True, WINDOWED
 
 
-class HalfRight:
-    """Source of drafts that knows the sequence's next tokens, and now and then says another."""
-
-    def __init__(self, sequence, expected, chance):
-        self.sequence, self.expected, self.chance = sequence, expected, chance
-        self.acceptance = chance.choice((0.5, 0.9, 1.0))
-
-    def extend(self, tokens):
-        pass
-
-    def predict(self, most):
-        made = len(self.sequence.tokens) - self.sequence.prompt_length
-        right = self.expected[made : made + most]
-        return [token if self.chance.random() < 0.8 else 9 for token in right]
-
-
 class DraftedTraffic(OverlappedTraffic):
     """Traffic in which any sequence may have a draft in any step, however little it gains."""
 
@@ -159,16 +141,7 @@ class DraftedTraffic(OverlappedTraffic):
     )
     def begin(self, running, spare, kv_pages, places, seed, overlap, windows):
         self.overlap, self.windows, self.patch = overlap, windows, pytest.MonkeyPatch()
-        self.patch.setattr(draft_budget, "_LEAST_GAIN", 0.0)
-        self.patch.setattr(draft_budget, "_LONGEST", 1e9)
-        chance = Random(seed)
-
-        def begin_lookup(sequence):
-            expected = self.checked.expected[sequence.request.request_id, sequence.choice][0]
-            sequence.lookup = HalfRight(sequence, expected, chance)
-            return sequence.lookup
-
-        self.patch.setattr(Sequence, "begin_lookup", begin_lookup)
+        draft_half_right(self.patch, lambda *choice: self.checked.expected[choice][0], seed)
         super().begin(running, spare, kv_pages, places)
 
     def teardown(self):

@@ -25,7 +25,7 @@ from lorikeet.protocol.status_update import StatusUpdate
 from lorikeet.request_log.record import RequestTrace
 from lorikeet.request_log.request_log import KEPT_S, RequestLog
 from lorikeet_engine.adapter import Residency
-from lorikeet_engine.request import EngineTimings
+from lorikeet_engine.request import DraftCounts, DraftSource, EngineTimings
 from lorikeet_engine.telemetry.status import LiveStats
 from tests.gateway.conftest import Gateway, Items, chat, endless, repeat, serving
 from tests.gateway.linked_peers import LinkedPeers, link
@@ -46,8 +46,7 @@ QUICK = EngineTimings(
     decode_s=0.003,
     preemptions=1,
     steps=3,
-    drafted_tokens=20,
-    accepted_tokens=13,
+    drafts=(DraftCounts(DraftSource.LOOKUP, 18, 12), DraftCounts(DraftSource.ANSWERS, 2, 1)),
 )
 
 
@@ -106,7 +105,11 @@ def test_a_finished_request_is_explained_completely(gateway: Gateway) -> None:
     assert found["replica_status"] == {"running": 5, "waiting": 2}
     assert found["tokens"] == {"prompt": 12, "cached": 8, "output": 34}
     assert (found["preemptions"], found["retries"]) == (2, 1)
-    assert found["drafts"] == {"drafted": 20, "accepted": 13}
+    sources = {
+        "lookup": {"drafted": 18, "accepted": 12},
+        "answers": {"drafted": 2, "accepted": 1},
+    }
+    assert found["drafts"] == {"drafted": 20, "accepted": 13, "sources": sources}
     engine = {"queue": 1.0, "adapter": 3.0, "prefill": 2.0, "decode": 11.0}  # the slower choice
     took = stages(found)
     assert list(took) == ["validate", "route", "overhead", *engine]

@@ -241,7 +241,7 @@ class Scheduler:
 
         chunks: chunks in the order of the batch.
         forced: by row of the step's logits, the tokens that the grammar requires after the token
-            sampled from the row.
+            sampled from the row. Those behind drafted tokens come with `verified`.
         """
         row = tokens = 0
         for chunk in chunks:
@@ -249,7 +249,7 @@ class Scheduler:
             sequence.kv.computed = chunk.end - drafted
             sequence.timings.steps += 1
             if chunk.completes:
-                sequence.add_pending(row, forced.get(row, ()))
+                sequence.add_pending(row, () if drafted else forced.get(row, ()))
                 sequence.awaits_verification = drafted > 0
                 cost = OUTPUT_TOKEN * sequence.decode_tokens + PROMPT_TOKEN * drafted
                 sequence.cost.counter.charge(cost)
@@ -257,18 +257,22 @@ class Scheduler:
             row += chunk.rows
         self._throughput.add(OUTPUT_TOKEN * tokens)
 
-    def verified(self, chunk: Chunk, accepted: tuple[int, ...]) -> Chunk:
+    def verified(
+        self, chunk: Chunk, accepted: tuple[int, ...], forced: tuple[int, ...] = ()
+    ) -> Chunk:
         """Record which drafted tokens of a chunk are accepted; return the chunk without the others.
 
         accepted: the first of the drafted tokens, those that equal the tokens sampled in their
             place.
+        forced: tokens that the grammar requires after the token sampled behind these.
         """
         sequence, kv, drafted = chunk.sequence, chunk.sequence.kv, len(chunk.drafted)
         chunk = chunk._replace(end=chunk.end - drafted + len(accepted), drafted=accepted)
-        sequence.accept_drafted(accepted)
+        sequence.accept_drafted(accepted, forced)
+        sequence.cost.counter.charge(OUTPUT_TOKEN * len(forced))
         if chunk.pages is kv.pages:  # else preempted since the step was planned
             kv.computed = chunk.end
-        self._throughput.add(OUTPUT_TOKEN * len(accepted))
+        self._throughput.add(OUTPUT_TOKEN * (len(accepted) + len(forced)))
         self._counters.drafts_verified(sequence, drafted, len(accepted))
         return chunk
 
@@ -291,6 +295,8 @@ class Scheduler:
         preempted = sequence.status is SequenceStatus.PREEMPTED
         (self.waiting if preempted else self.running).remove(sequence)
         self._throughput.answer_ended(sequence.output_length)
+        if self._drafts is not None:
+            self._drafts.ended(sequence)
         self._end(sequence)
 
     def drop(self, matches: Callable[[Sequence], bool]) -> list[Sequence]:

@@ -4,6 +4,7 @@ import time
 from typing import NamedTuple
 
 from lorikeet_engine.adapter import Residency
+from lorikeet_engine.request import DraftCounts, DraftSource
 from lorikeet_engine.scheduling.sequence import Sequence
 from lorikeet_engine.scheduling.state_pool import StateCounts
 from lorikeet_engine.scheduling.step_budget import ExpectedStep
@@ -38,6 +39,7 @@ class StepCounters:
     inter_token_s: histograms of the time between two outputs of a choice, by the tier that held its
         adapter when the request came; None without an adapter.
     states: counts of cached states of delta nets.
+    drafts: numbers of drafted tokens by source.
     """
 
     def __init__(self) -> None:
@@ -46,7 +48,7 @@ class StepCounters:
         self.inter_token_s = {tier: Histogram(STEP_S) for tier in (None, *Residency)}
         self.states = StateCounts()
         self.preemptions = self.prompt_tokens = self.cached_tokens = self.output_tokens = 0
-        self.drafted_tokens = self.accepted_tokens = 0
+        self.drafts = {source: DraftCounts(source, 0, 0) for source in DraftSource}
         self._read_s = 0.0  # time at which the last step was read
 
     def sequence_begun(self, sequence: Sequence) -> None:
@@ -59,10 +61,10 @@ class StepCounters:
 
         accepted: number of those that became tokens of the output.
         """
-        self.drafted_tokens += drafted
-        self.accepted_tokens += accepted
-        sequence.timings.drafted_tokens += drafted
-        sequence.timings.accepted_tokens += accepted
+        source = sequence.drafted_from
+        for counts in (self.drafts, sequence.timings.drafts):
+            _, before, right = counts.get(source, (source, 0, 0))
+            counts[source] = DraftCounts(source, before + drafted, right + accepted)
 
     def step_read(self, launch: StepLaunch) -> float:
         """Count a step whose tokens the host has just read; return the seconds that it took.
