@@ -50,6 +50,7 @@ calls = st.tuples(
             "n": st.sampled_from((1, 1, 3)),
             "adapter": st.sampled_from((None, GOOD, None, OTHER, GOOD, BROKEN)),
             "salt": st.sampled_from(("", "globex")),
+            "background": st.sampled_from((False, False, True)),
         }
     ),
 )
@@ -150,6 +151,27 @@ class DraftedTraffic(OverlappedTraffic):
             self.patch.undo()
 
 
+class DraftedStates(DraftedTraffic):
+    """Drafted traffic of a model whose states go back where drafted tokens are rejected."""
+
+    states = True
+
+    @initialize(
+        running=st.sampled_from((24, 12, 6)),
+        spare=st.sampled_from((20, 7, 3)),
+        kv_pages=st.sampled_from((60, 30, 15, 8)),
+        places=st.sampled_from((1, 2, 3)),
+        seed=st.integers(0, 99),
+        overlap=st.sampled_from((True, True, False)),
+        cached=st.sampled_from((12, 5, 3, 1)),
+    )
+    def begin(self, running, spare, kv_pages, places, seed, overlap, cached):
+        self.cached_states = cached
+        super().begin(running, spare, kv_pages, places, seed, overlap, WHOLE)
+        self.patch.setattr(KVCache, "state_piece", PAGE)
+        self.patch.setattr(batch_builder, "CHUNK", PAGE)
+
+
 class StatefulTraffic(Traffic):
     """Traffic of a model whose sequences have states, saved behind any page."""
 
@@ -187,6 +209,10 @@ class TestDraftedTraffic(DraftedTraffic.TestCase):
     settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
 
 
+class TestDraftedStates(DraftedStates.TestCase):
+    settings = settings(max_examples=30, stateful_step_count=40, deadline=None)
+
+
 class TestStatefulTraffic(StatefulTraffic.TestCase):
     settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
 
@@ -205,6 +231,12 @@ class TestMuchWindowedTraffic(WindowedTraffic.TestCase):
 @pytest.mark.timeout(3600)
 class TestMuchDraftedTraffic(DraftedTraffic.TestCase):
     settings = settings(max_examples=4000, stateful_step_count=80, deadline=None)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+class TestManyDraftedStates(DraftedStates.TestCase):
+    settings = settings(max_examples=3000, stateful_step_count=80, deadline=None)
 
 
 @pytest.mark.soak

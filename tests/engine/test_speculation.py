@@ -306,13 +306,43 @@ def test_a_full_batch_has_no_drafts(make):
     assert engine.status().drafted_tokens == 0
 
 
-def test_a_hybrid_has_no_drafts(make):
-    engine = make("qwen3_5_text")
-    answers = Answers(engine)
-    answers.submit(repeating("r"))
-    answers.all()
-    assert answers.of("r") == [7] * TOKENS
-    assert engine.status().drafted_tokens == 0
+@pytest.mark.parametrize(
+    "family",
+    [
+        "qwen3_5_text",
+        *(pytest.param(f, marks=pytest.mark.soak) for f in ("nemotron_h", "granitemoehybrid")),
+    ],
+)
+def test_a_hybrid_goes_back_to_the_state_before_a_rejected_token(
+    family, make, monkeypatch, shelf, tiny_checkpoints, tmp_path
+):
+    """A fifth of the drafted tokens is wrong, and each answer leaves a state for its next turn."""
+    folder = save_adapter(
+        tiny_checkpoints[family], tmp_path / "a", 1, r=4, target_modules=["o_proj"]
+    )
+    ref = shelf.add(folder, "a")
+    told = []
+    for speculation in ("off", "lookup"):
+        answers = Answers(make(family, speculation=speculation, max_running=64))
+        load_adapters(answers, [ref])
+        for at, way in enumerate(WAYS):
+            if way != "grammar":
+                ids, adapter = tuple(prompt(9 + 8 * at)), ref if at % 2 else None
+                answers.submit(Request(way, (ids,), sampling(way), 2, adapter))
+        answers.all()
+        for way in ("greedy", "penalties"):
+            turns = [*prompt(30), *answers.of(way), *prompt(3)]
+            answers.submit(greedy(f"{way}, next", turns))
+        answers.all()
+        assert nothing_is_held(answers.engine)
+        told.append(answers)
+        draft_half_right(monkeypatch, lambda *choice: told[0].tokens[choice])
+    off, on = told
+    assert not on.errors
+    assert on.tokens == off.tokens
+    assert on.finish == off.finish
+    status = on.engine.status()
+    assert 100 < status.accepted_tokens < status.drafted_tokens - 20
 
 
 def test_a_draft_lengthens_no_answer(make, eager):

@@ -300,6 +300,27 @@ def test_every_gateway_can_explain_a_request() -> None:
             asyncio.run(other.find(asked, tenant))
 
 
+def test_a_tenants_last_requests_come_from_every_gateway() -> None:
+    ends = [LinkedPeers(), LinkedPeers()]
+    link(ends)
+    logs = [RequestLog(end) for end in ends]
+    for number in range(70):
+        trace = logs[number % 2].trace(f"{number:032x}")
+        trace.set_caller("acme" if number % 10 else "globex", "key-1")
+        trace._record.received = float(number)
+        with trace.answering():
+            pass
+    running = logs[0].trace("f" * 32)
+    running.set_caller("acme", "key-1")
+    running.__enter__()
+    found = asyncio.run(logs[1].recent("acme"))
+    own = [f"{number:032x}" for number in range(70) if number % 10]
+    assert [each["id"] for each in found["data"]] == ["f" * 32, *own[::-1]][:50]
+    assert (found["data"][0]["outcome"], found["silent"]) == ("running", 0)
+    assert {each["tenant"] for each in found["data"]} == {"acme"}
+    assert "attempts" not in found["data"][0]  # they tell of others' load
+
+
 def test_no_request_is_called_unknown_while_a_gateway_is_silent() -> None:
     request_log = RequestLog(LinkedPeers(silent=1))
     with pytest.raises(Unavailable):

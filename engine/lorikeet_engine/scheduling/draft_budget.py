@@ -19,6 +19,10 @@ tokens a second. If there are others, whose next step does not wait, they get
     (2 N − D + E) / (step_s(N + K) + step_s(N))
 
 and the step with drafts may take only little longer than without.
+
+In a model with delta nets, a rejected token spoils the state. The state before the step is copied,
+and the next step computes the step's tokens up to the first rejected one again. On CUDA, both steps
+run as several graphs, which take pieces_s longer each.
 """
 
 import math
@@ -26,6 +30,7 @@ from itertools import islice, takewhile
 from typing import NamedTuple
 
 from lorikeet_engine.costs import StepCosts
+from lorikeet_engine.scheduling.forced_budget import ForcedPieces
 from lorikeet_engine.scheduling.recent_answers import RecentAnswers
 from lorikeet_engine.scheduling.sequence import Sequence
 
@@ -68,14 +73,20 @@ class DraftBudget:
     """
 
     def __init__(
-        self, costs: StepCosts, sizes: tuple[int, ...] = (), goal_s: float | None = None
+        self,
+        costs: StepCosts,
+        sizes: tuple[int, ...] = (),
+        goal_s: float | None = None,
+        pieces: ForcedPieces | None = None,
     ) -> None:
         """Take what predicts and what bounds the time of steps.
 
         sizes: numbers of tokens to which small steps are padded, ascending; empty without padding.
         goal_s: longest time that a step with decodes may take; None: no goal.
+        pieces: steps with several tokens of a sequence, if they are not small steps; None: they
+            are.
         """
-        self._costs, self._sizes = costs, sizes
+        self._costs, self._sizes, self._pieces = costs, sizes, pieces
         self._longest_s = math.inf if goal_s is None else goal_s
         self.answers = RecentAnswers()
 
@@ -98,6 +109,8 @@ class DraftBudget:
         if room <= 0:
             return {}
         drafts = [draft for each in decodes if (draft := self._draft_of(each)) is not None]
+        if self._pieces is not None and len(drafts) > self._pieces.sequences:
+            return {}
         counts = dict[Sequence, int]()
         if drafts and alone and len(drafts) == len(decodes):
             tokens = ((odds, draft) for draft in drafts for odds in draft.odds())
@@ -153,7 +166,8 @@ class DraftBudget:
         decodes: number of tokens of decodes.
         most: number of all drafted tokens.
         """
-        sizes = self._sizes or tuple(decodes << power for power in range(1, 4))
+        sizes = self._sizes if self._pieces is None else self._pieces.sizes
+        sizes = sizes or tuple(decodes << power for power in range(1, 4))
         return sorted({min(size - decodes, most) for size in sizes if size > decodes} | {most})
 
     def _step_s(self, decodes: int, drafted: int, context: float) -> float:
@@ -163,10 +177,15 @@ class DraftBudget:
         drafted: number of drafted tokens.
         context: number of tokens that the decodes attend to.
         """
-        tokens = decodes + drafted
-        padded = next((size for size in self._sizes if size >= tokens), tokens)
-        seen = round(drafted * context / decodes)
-        return self._costs.step_s(padded, 0, context, seen=seen)
+        tokens, costs, pieces = decodes + drafted, self._costs, self._pieces
+        in_pieces = pieces is not None and drafted > 0
+        sizes = pieces.sizes if pieces is not None and drafted > 0 else self._sizes
+        padded = next((size for size in sizes if size >= tokens), tokens)
+        seen = drafted * context / decodes
+        if in_pieces:
+            more_s = 2 * costs.pieces_s  # the next step mostly computes tokens again
+            return costs.step_s(padded, 0, context) + costs.prompt_seen_s * seen + more_s
+        return costs.step_s(padded, 0, context, seen=round(seen))
 
     def _draft_of(self, sequence: Sequence) -> _Draft | None:
         """Return the draft of a decoding sequence; None if it cannot have any.

@@ -23,8 +23,8 @@ import hashlib
 import json
 from array import array
 from bisect import bisect_left
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections import ChainMap, Counter
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain, zip_longest
 from typing import NamedTuple
 
@@ -119,12 +119,14 @@ class StateUse(NamedTuple):
     saves: states to copy to the cache during the step.
     copy: slot of the cache into which the state in `slot` is copied before the step; None: nothing
         is copied.
+    backup: slot like `copy`, to which the state goes back if a drafted token is rejected.
     """
 
     slot: int
     restore: int | None
     saves: tuple[StateSave, ...]
     copy: int | None = None
+    backup: int | None = None
 
 
 class SequencePages:
@@ -140,6 +142,7 @@ class SequencePages:
         to write them.
     score_from: first prompt token whose following token is still to be scored, so that its logits
         are needed; None if only the last prompt token's logits are needed.
+    background: whether foreground sequences wait for no page that this sequence is about to write.
     awaited: key of a page that another sequence was about to write at the last check.
     state: slot of the sequence's state; None for a sequence without pages, and for a model without
         delta nets.
@@ -151,6 +154,8 @@ class SequencePages:
         state replaces; 0: there is none.
     restore: slot of the cached state with which the sequence's first step begins; None if there is
         none, or once that step is planned.
+    backup: slot for the state before a step with drafted tokens; None without such a step.
+    rolled_back: whether the next step begins with the state in `backup`.
     tokens: tokens that the host knows, at first the prompt; new ones are only appended.
     """
 
@@ -160,10 +165,13 @@ class SequencePages:
         "announced",
         "answered",
         "awaited",
+        "background",
+        "backup",
         "computed",
         "first",
         "pages",
         "restore",
+        "rolled_back",
         "save_at",
         "saved",
         "saving",
@@ -173,17 +181,22 @@ class SequencePages:
         "written",
     )
 
-    def __init__(self, tokens: TokenIds, prompt_keys: PageKeys) -> None:
+    def __init__(
+        self, tokens: TokenIds, prompt_keys: PageKeys, *, background: bool = False
+    ) -> None:
         """Start without pages.
 
         prompt_keys: keys of the prompt's full pages.
         """
+        self.background = background
         self.pages: list[array[int]] = []  # arrays: page tables are joined from their bytes
         self.first = self.computed = self.written = self.announced = 0
         self.score_from: int | None = None
         self.awaited: bytes | None = None
         self.state: int | None = None
         self.restore: int | None = None
+        self.backup: int | None = None
+        self.rolled_back = False
         self.save_at: tuple[int, ...] = ()
         self.saving: dict[int, int] = {}
         self.saved = self.answered = 0
@@ -252,8 +265,9 @@ class KVCache(PagePool):
         self.page_size = page_size
         self._needs = PageNeeds(page_size, windows, step_tokens)
         self._whole, self._windowed = self._needs.whole, self._needs.windowed
-        # Key → number of sequences that are about to write such a page.
-        self._unwritten: Counter[bytes] = Counter()
+        # For sequences in the foreground and in the background (True): key → number of them that
+        # are about to write such a page.
+        self._unwritten: dict[bool, Counter[bytes]] = {False: Counter(), True: Counter()}
         self.states = states
 
     def pages_for(self, tokens: int) -> int:
@@ -318,7 +332,7 @@ class KVCache(PagePool):
             self._begin_state(kv, keys, hit, found)
         keys = kv.full_keys()
         kv.announced = len(keys)
-        self._unwritten.update(keys[hit:])
+        self._unwritten[kv.background].update(keys[hit:])
         return True
 
     def expected_hit(self, kv: SequencePages) -> int:
@@ -334,15 +348,18 @@ class KVCache(PagePool):
     def awaits_prefix(self, kv: SequencePages) -> bool:
         """Whether a sequence without pages would compute pages that another sequence is about to
         write.
+
+        A sequence in the foreground waits for none in the background, which may pause.
         """
-        if kv.awaited is not None and kv.awaited in self._unwritten:
+        unwritten = self._unwritten_for(kv)
+        if kv.awaited is not None and kv.awaited in unwritten:
             return True
         keys = kv.shareable_keys()
-        if self.states is not None and (not keys or keys[-1] not in self._unwritten):
+        if self.states is not None and (not keys or keys[-1] not in unwritten):
             return False  # behind pages of another prompt, no state will be cached
         found = len(self.find(keys)) if self._whole else self._hit(keys, 0)
         # Pages that are about to be written follow the cached ones without a gap.
-        end = bisect_left(keys, True, found, key=lambda key: key not in self._unwritten)
+        end = bisect_left(keys, True, found, key=lambda key: key not in unwritten)
         kv.awaited = keys[end - 1] if end > found else None
         return end > found
 
@@ -387,7 +404,7 @@ class KVCache(PagePool):
         if first == full:
             return
         keys = kv.keys(full)
-        self._no_longer_unwritten(keys[first : kv.announced])
+        self._no_longer_unwritten(kv, keys[first : kv.announced])
         adapters = [kv.adapter_of(page) for page in range(first, full)]
         for group, pages in enumerate(kv.pages):
             before = 0 if group < self._whole else kv.first
@@ -399,10 +416,11 @@ class KVCache(PagePool):
 
     def clear(self, kv: SequencePages) -> None:
         """Release all pages of a sequence, if it has any."""
-        self._no_longer_unwritten(kv.keys(kv.announced)[kv.written // self.page_size :])
+        self._no_longer_unwritten(kv, kv.keys(kv.announced)[kv.written // self.page_size :])
         self._release_all(kv.pages)
         if self.states is not None and kv.state is not None:
             self._take_restore(kv)
+            self.drop_backup(kv)
             for slot in (kv.state, *kv.saving.values()):
                 self.states.release(slot)
             kv.state, kv.save_at, kv.saving = None, (), {}
@@ -410,7 +428,30 @@ class KVCache(PagePool):
         kv.pages = []
         kv.first = kv.computed = kv.written = kv.announced = 0
 
-    def state_use(self, kv: SequencePages, start: int, end: int) -> StateUse:
+    def back_up_state(self, kv: SequencePages) -> bool:
+        """Reserve a slot for the state before the next step, whose drafted tokens may be rejected.
+
+        Returns False if no slot is free. A model without delta nets needs no slot.
+        """
+        if self.states is not None and kv.backup is None:
+            kv.backup = self.states.take_to_save()
+            return kv.backup is not None
+        return True
+
+    def roll_back(self, kv: SequencePages, start: int) -> None:
+        """Have the next step compute again from token `start` on, with the state in the backup."""
+        assert kv.backup is not None, "a drafted token without a backup of the state"
+        kv.rolled_back, kv.computed = True, start
+
+    def drop_backup(self, kv: SequencePages) -> None:
+        """Release the backup of a sequence's state, if there is one."""
+        if self.states is not None and kv.backup is not None:
+            self.states.release(kv.backup)
+        kv.backup, kv.rolled_back = None, False
+
+    def state_use(
+        self, kv: SequencePages, start: int, end: int, *, drafted: bool = False
+    ) -> StateUse:
         """Return the use that the next step makes of a sequence's state, in a model with delta
         nets.
 
@@ -418,9 +459,16 @@ class KVCache(PagePool):
         (`state_piece`) of the step's tokens is saved before that piece instead, since kernels have
         states only after whole pieces. If no slot is free, no state is saved.
 
-        start, end: the tokens of the sequence that the step computes.
+        start, end: the tokens of the sequence that the step computes, without drafted ones.
+        drafted: whether the step has drafted tokens; back_up_state must have reserved a slot then.
         """
         assert self.states is not None
+        if kv.rolled_back:
+            assert kv.state is not None, "a step of a sequence without a state"
+            kv.rolled_back, restore = False, kv.backup
+            if not drafted:
+                self.drop_backup(kv)  # the step reads it before it writes another state there
+            return StateUse(kv.state, restore, ())
         assert kv.state is not None, "a step of a sequence without a state"
         saves, copy = list[StateSave](), None
         in_answer = start >= kv.announced * self.page_size
@@ -433,7 +481,7 @@ class KVCache(PagePool):
             slot = self._take_to_save(kv, behind)
             if slot is not None:
                 saves.append(StateSave(behind - start, slot))
-        return StateUse(kv.state, self._take_restore(kv), tuple(saves), copy)
+        return StateUse(kv.state, self._take_restore(kv), tuple(saves), copy, kv.backup)
 
     def forget_keys(self, keys: Iterable[bytes]) -> None:
         """Remove these keys in all groups, so that no sequence finds their pages and states."""
@@ -486,7 +534,8 @@ class KVCache(PagePool):
         if kv.score_from is not None:  # others find more of its pages than it may take itself
             keys = kv.keys_before_last()
             found = len(self.find(keys))
-        being_written = bisect_left(keys, True, found, key=lambda key: key not in self._unwritten)
+        unwritten = self._unwritten_for(kv)
+        being_written = bisect_left(keys, True, found, key=lambda key: key not in unwritten)
         pages = sorted({found, being_written, kv.pages_of_base, len(keys)})
         kv.save_at = tuple(count * self.page_size for count in pages if count > hit)
 
@@ -546,12 +595,19 @@ class KVCache(PagePool):
         from_end = chain.from_iterable(zip_longest(*map(reversed, pages)))
         self.release([page for page in from_end if page is not None][::-1])
 
-    def _no_longer_unwritten(self, keys: Iterable[bytes]) -> None:
+    def _unwritten_for(self, kv: SequencePages) -> Mapping[bytes, int]:
+        """Return the keys of the pages that a sequence may wait for."""
+        if kv.background:
+            return ChainMap(*self._unwritten.values())
+        return self._unwritten[False]
+
+    def _no_longer_unwritten(self, kv: SequencePages, keys: Iterable[bytes]) -> None:
+        unwritten = self._unwritten[kv.background]
         for key in keys:
-            if self._unwritten[key] > 1:
-                self._unwritten[key] -= 1
+            if unwritten[key] > 1:
+                unwritten[key] -= 1
             else:
-                del self._unwritten[key]
+                del unwritten[key]
 
 
 def _hash(content: bytes) -> bytes:

@@ -263,7 +263,8 @@ class Sequence:
         self.lookup: PromptLookup | None = None
         self.drafted_from = DraftSource.LOOKUP
         self.prompt_length, self.length = len(self.prompt), len(self.tokens)
-        self.kv = SequencePages(self.tokens, prompt_keys)
+        background = request.scheduling.background
+        self.kv = SequencePages(self.tokens, prompt_keys, background=background)
         self.adapter = None if prompt_keys.adapter_digest is None else request.adapter
         self.active_from = prompt_keys.active_from
         scored = made is None and choice % request.n == 0

@@ -7,6 +7,7 @@ import pytest
 from lorikeet_engine.costs import StepCosts
 from lorikeet_engine.request import DraftSource
 from lorikeet_engine.scheduling.draft_budget import MOST_DRAFTED, DraftBudget
+from lorikeet_engine.scheduling.forced_budget import ForcedPieces
 
 COSTS = StepCosts()  # of Llama-3.1-8B on an H200
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
@@ -99,6 +100,13 @@ def test_a_draft_follows_the_forced_tokens_if_they_were_predicted():
     (tokens,) = budget.choose([right], 256, alone=True).values()
     assert tokens == tuple(range(103, 103 + len(tokens)))
     assert drafted(Predicting(0.95, pending=1, forced=(101, 7))) == [0]
+
+
+def test_a_model_with_delta_nets_drafts_only_what_is_worth_two_steps_in_pieces():
+    pieces = ForcedPieces((16, 32, 64), sequences=8)
+    assert drafted(Predicting(0.95), pieces=pieces) == [MOST_DRAFTED]
+    assert drafted(Predicting(0.5)) != [0] == drafted(Predicting(0.5), pieces=pieces)
+    assert not any(drafted(*(Predicting(0.95) for _ in range(9)), pieces=pieces))
 
 
 def test_sequences_in_the_background_have_no_draft():
