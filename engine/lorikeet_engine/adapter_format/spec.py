@@ -176,7 +176,7 @@ class AdapterSpec:
             parameters=sum(math.prod((p.a, p.b)[side].shape) for p, side in self._matrices())
             + sum(math.prod(part.rows.shape) for part in self.token_rows)
             + sum(math.prod(span.shape) for part in self.vectors for span in part.spans.values())
-            + (0 if self.head is None else math.prod(self.head.weights.shape)),
+            + (0 if self.head is None else self.head.parameters),
             tokens=len({each for part in self.token_rows for each in part.ids}),
         )
 
