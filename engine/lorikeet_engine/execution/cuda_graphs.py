@@ -8,8 +8,8 @@ Without graphs the host needs 10 ms to launch a pass of 32 layers, with adapters
 are captured for a ladder of sizes: tokens × segments of adapters. A mixture of experts has each
 pass twice, for adapters that change experts and for others. Steps with vectors of adapters (DoRA)
 and steps with compositions are captured for two numbers of segments, steps with both for one. A
-step uses the smallest pass that is large enough; the rest of the static
-tensors is padding, which writes no key and uses no adapter.
+step uses the smallest pass that is large enough; the rest of the static tensors is padding, which
+writes no key and uses no adapter.
 
 The graphs do not depend on the adapters of a step: each replay computes the list of tiles
 (kernels/lora/tiles.py) from the static segments. The upper bound of the ranks is fixed at the
