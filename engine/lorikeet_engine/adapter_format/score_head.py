@@ -71,8 +71,8 @@ def trained_head(
 ) -> Head | None:
     """Return the head that a trainer has saved; None without a head.
 
-    Labels, problem and padding are those of config.json in the folder, if there is one; padding
-    otherwise that of the tokenizer in the folder.
+    Labels and problem come from config.json in the folder, if there is one. The padding token comes
+    from config.json, or else from the tokenizer in the folder.
 
     raw: PEFT's config.
     saved: the head's tensors, by part.

@@ -144,7 +144,9 @@ class ModelRunner:
         return self._logits(hidden, batch, scores)
 
     def _placed(self, batch: Batch) -> Batch:
-        """Return a batch whose page numbers fit the KV pages of each group of layers."""
+        """Return the batch with page numbers as with_parts numbers the pages of each group of
+        layers.
+        """
         return with_parts(batch, self._kv_parts, self.kv.shape[3]) if self._kv_parts else batch
 
     def _begin_states(self, batch: Batch) -> None:
