@@ -331,7 +331,7 @@ def test_batches_are_listed_newest_first(gateway: Gateway) -> None:
 @pytest.mark.parametrize(
     ("more", "error", "param"),
     [
-        ({"endpoint": "/v1/embeddings"}, openai.BadRequestError, "endpoint"),
+        ({"endpoint": "/v1/moderations"}, openai.BadRequestError, "endpoint"),
         ({"completion_window": "1h"}, openai.BadRequestError, "completion_window"),
         ({"input_file_id": "file-" + "0" * 24}, openai.NotFoundError, "input_file_id"),
         ({"input_file_id": "other"}, openai.NotFoundError, "input_file_id"),
