@@ -125,6 +125,7 @@ class SequenceTimings:
     first_token_s: time at which the host read the first token.
     last_token_s: time at which the host read the latest token, by perf_counter.
     cached_tokens: prompt tokens found in the KV cache when the sequence first began.
+    host_tokens: those of the cached tokens whose pages came from host memory.
     preemptions: number of times that the sequence was preempted.
     steps: number of steps that the sequence took part in.
     drafted_tokens: number of drafted tokens that steps have verified.
@@ -140,6 +141,7 @@ class SequenceTimings:
     first_token_s: float | None = None
     last_token_s: float | None = None
     cached_tokens: int = 0
+    host_tokens: int = 0
     preemptions: int = 0
     steps: int = 0
     drafted_tokens: int = 0
@@ -165,6 +167,7 @@ class SequenceTimings:
             prefill_s=self.first_token_s - self.begun_s,
             decode_s=now_s - self.first_token_s,
             cached_tokens=self.cached_tokens,
+            host_tokens=self.host_tokens,
             preemptions=self.preemptions,
             steps=self.steps,
             drafted_tokens=self.drafted_tokens,
@@ -256,7 +259,7 @@ class Sequence:
         self.awaits_verification = False
         self.lookup: PromptLookup | None = None
         self.prompt_length, self.length = len(self.prompt), len(self.tokens)
-        self.kv = SequencePages(self.tokens, prompt_keys)
+        self.kv = SequencePages(self.tokens, prompt_keys, request.scheduling.tenant)
         self.adapter = None if prompt_keys.adapter_digest is None else request.adapter
         self.active_from = prompt_keys.active_from
         scored = made is None and choice % request.n == 0
