@@ -6,6 +6,7 @@ tokens or of another adapter becomes a wrong token.
 
 import logging
 from collections import Counter
+from contextlib import nullcontext
 from random import Random
 
 import pytest
@@ -15,9 +16,9 @@ from hypothesis import strategies as st
 
 from lorikeet_engine.errors import SettingsError
 from lorikeet_engine.execution import page_copies
-from lorikeet_engine.execution.page_copies import RankPages
+from lorikeet_engine.execution.page_copies import CudaRankPages, RankPages
 from lorikeet_engine.request import SamplingParams
-from lorikeet_engine.scheduling.host_pages import HostPages
+from lorikeet_engine.scheduling.host_pages import HostPages, PageCopy
 from tests.engine.blobs import Shelf
 from tests.engine.checked_engine import GOOD, OTHER, CheckedEngine
 from tests.engine.engine_driver import Answers, build, greedy, nothing_is_held, prompt
@@ -324,3 +325,45 @@ def test_a_page_survives_its_way_to_the_host_and_back():
     kv.view(torch.uint8)[:, :, [1, 2, 3, 4]] = 0
     assert pages.fetch([(1, 3), (0, 1)])() == 0
     assert torch.equal(kv.view(torch.uint8)[:, :, [3, 1]], before[:, :, [4, 2]])
+
+
+class FakeStream:
+    """Stream or event of CUDA that a CPU, which does all at once, need not wait for."""
+
+    def __init__(self, *_, **__):
+        self.waits = 0
+
+    def record_event(self):
+        return FakeStream()
+
+    def query(self):
+        return True
+
+    def wait_event(self, _event):
+        self.waits += 1
+
+    def nothing(self, *_):
+        pass
+
+    wait_stream = record = synchronize = nothing
+
+
+def test_copies_in_parts_and_runs_of_slots_move_the_same_pages(monkeypatch):
+    stand_ins = {"Stream": FakeStream, "Event": FakeStream, "stream": lambda _: nullcontext()}
+    for name, stand_in in {**stand_ins, "current_stream": lambda _: FakeStream()}.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    monkeypatch.setattr(page_copies, "_AT_ONCE_BYTES", 1)
+    kv = torch.randn(3, 2, 40, 4, 2, 8)
+    pages = CudaRankPages(kv, torch.zeros(40, 3 * 2 * 32 + 1, dtype=torch.int64), 30, 4)
+    before = kv.clone()
+    order = [*range(7, 12), 3, 2, *range(20, 33)]
+    pages.store([PageCopy(slot, page) for page, slot in enumerate(order)])
+    plain = RankPages(kv, torch.zeros_like(pages._host))
+    plain.store([PageCopy(slot, page) for page, slot in enumerate(order)])
+    assert torch.equal(pages._host[order], plain._host[order])
+    kv[:, :, :30] = 0
+    back = [PageCopy(slot, 39 - page) for page, slot in enumerate(order)]
+    assert pages.fetch(back)() == 0
+    assert torch.equal(kv[:, :, [copy.page for copy in back]], before[:, :, : len(order)])
+    pages._host[order[5], 9] += 1
+    assert pages.fetch(back)() == 1
