@@ -187,9 +187,9 @@ class EngineStatus:
         the request came; None without an adapter.
     tensor_parallel: number of GPUs, or processes on a CPU, among which the base model is divided.
     states: states of delta nets; None for a model without delta nets.
-    host_pages: KV pages in host memory; None without memory for them.
     moved: by digest, the new tier of each adapter whose tier has changed since the previous report.
         GPU means that requests can use the adapter now.
+    host_pages: KV pages in host memory; None without memory for them.
     """
 
     live: LiveStats = field(default_factory=LiveStats)
@@ -210,8 +210,8 @@ class EngineStatus:
     inter_token_s: Mapping[Residency | None, Distribution] = field(default_factory=dict)
     tensor_parallel: int = 1
     states: StateUsage | None = None
-    host_pages: HostPageUsage | None = None
     moved: Mapping[str, Residency] = field(default_factory=dict)
+    host_pages: HostPageUsage | None = None
 
 
 class AdapterStatus(NamedTuple):
