@@ -53,11 +53,11 @@ class Engine:
     """One base model, its adapters, and the requests in flight.
 
     Threads: wait, step, fail_all and close may be called on one thread only (EngineLoop's), and
-    changed_status on one other thread only (StatusReporter's). All other methods and incoming_blobs
+    report on one other thread only (StatusReporter's). All other methods and incoming_blobs
     may be used on any thread.
 
     info: facts about the started engine that callers need.
-    changed: event that is set when changed_status may have something to report.
+    changed: event that is set when the next report may differ from the last one.
     incoming_blobs: packs adapters' blobs while they are still being written to files.
     """
 
@@ -84,7 +84,6 @@ class Engine:
         self._runner, self._tiers, self._kv_pages = parts.runner, parts.tiers, parts.kv_pages
         self._state_bytes, self._page_copies = parts.runner.state_bytes, parts.page_copies
         self.changed, self.incoming_blobs = self._tiers.changed, self._tiers.incoming_blobs
-        self._reported: EngineStatus | None = None
         self.info = parts.info
         self._grammars = grammars
         self._input_processor = InputProcessor(self.info, settings.page_size, grammars)
@@ -234,8 +233,7 @@ class Engine:
             prompt_tokens=counters.prompt_tokens,
             cached_tokens=counters.cached_tokens,
             output_tokens=counters.output_tokens,
-            drafted_tokens=counters.drafted_tokens,
-            accepted_tokens=counters.accepted_tokens,
+            drafts=tuple(counters.drafts.values()),
             step_s=counters.seconds.read(),
             step_sequences=counters.sequences.read(),
             step_adapters=counters.adapters.read(),
@@ -245,17 +243,12 @@ class Engine:
             host_pages=_host_usage(cache.host, counters.host_tokens),
         )
 
-    def changed_status(self) -> EngineStatus | None:
-        """Return the status if anything changed since the last call, else None.
-
-        In the status, `moved` has the new tier of each adapter whose tier has changed since that
-        call.
+    def report(self) -> EngineStatus:
+        """Return the status, with in `moved` the new tier of each adapter whose tier has changed
+        since the last call.
         """
-        moved, status = self._tiers.moved(), self.status()
-        if not moved and status == self._reported:
-            return None
-        self._reported = status
-        return replace(status, moved=moved)
+        moved = self._tiers.moved()
+        return replace(self.status(), moved=moved)
 
     def adapters(self, tier: Residency = Residency.DISK) -> list[AdapterStatus]:
         """List the adapters on the GPU, and the remembered adapters at `tier` or nearer to the GPU.
@@ -331,6 +324,8 @@ class Engine:
         failed = dict[str, EngineError]()
         for digest, error in damaged.items():
             self._cache.forget_adapter(digest)
+            if self._parts.draft_budget is not None:
+                self._parts.draft_budget.answers.forget_adapter(digest)
             for sequence in (*self._scheduler.running, *self._scheduler.waiting):
                 used = sequence.adapter.members if sequence.adapter else ()
                 if digest not in [member.digest for member in used]:
@@ -378,18 +373,21 @@ class Engine:
         for chunk in step.chunks:
             if chunk.sequence.status is not SequenceStatus.FINISHED:
                 if chunk.completes:
-                    self._accept(chunk, row, sampled)
+                    self._accept(chunk, row, sampled, step)
                 else:
                     self._scheduler.written(chunk)
             row += chunk.rows
 
-    def _accept(self, chunk: Chunk, row: int, sampled: steps.SampledTokens) -> None:
+    def _accept(
+        self, chunk: Chunk, row: int, sampled: steps.SampledTokens, step: steps.InFlightStep
+    ) -> None:
         sequence, request_id = chunk.sequence, chunk.sequence.request.request_id
         try:
-            *drafted, token = sampled.verified(row, chunk.drafted)
-            tokens, logprobs = sampled.delivered(row, sequence, drafted)
+            *drafted, token = sampled.verified(row, chunk.drafted[: step.followed.get(row)])
             if chunk.drafted:
-                chunk = self._scheduler.verified(chunk, tuple(drafted))
+                forced = step.forced.get(row + len(drafted), ())
+                chunk = self._scheduler.verified(chunk, tuple(drafted), forced)
+            tokens, logprobs = sampled.delivered(row, sequence, drafted)
             self._scheduler.written(chunk)
             finish = sequence.accept(token)
         except BaseException as error:  # of the grammar, perhaps a panic in Rust: others go on

@@ -209,6 +209,29 @@ class TokenLogprobs:
     rank: int | None = None
 
 
+class DraftSource(StrEnum):
+    """Text in which drafted tokens were found (speculative decoding).
+
+    LOOKUP: the choice's own prompt and output.
+    ANSWERS: recent answers to the same tenant with the same adapter.
+    """
+
+    LOOKUP = "lookup"
+    ANSWERS = "answers"
+
+
+class DraftCounts(NamedTuple):
+    """Numbers of drafted tokens from one source.
+
+    drafted: drafted tokens that steps have verified.
+    accepted: those of them that became output tokens.
+    """
+
+    source: DraftSource
+    drafted: int
+    accepted: int
+
+
 class MemberLoad(NamedTuple):
     """Load of one adapter of a composition.
 
@@ -232,8 +255,7 @@ class EngineTimings:
     host_tokens: number of these tokens whose KV pages came from host memory.
     preemptions: number of times that the choice was preempted.
     steps: number of steps that the choice took part in.
-    drafted_tokens: number of drafted tokens that steps have verified (speculative decoding).
-    accepted_tokens: number of these tokens that became tokens of the choice.
+    drafts: numbers of drafted tokens by source; () without any.
     members: loads of a composition's adapters, in the composition's order; () without one.
     """
 
@@ -245,9 +267,18 @@ class EngineTimings:
     host_tokens: int = 0
     preemptions: int = 0
     steps: int = 0
-    drafted_tokens: int = 0
-    accepted_tokens: int = 0
+    drafts: tuple[DraftCounts, ...] = ()
     members: tuple[MemberLoad, ...] = ()
+
+    @property
+    def drafted_tokens(self) -> int:
+        """Number of drafted tokens that steps have verified."""
+        return sum(counts.drafted for counts in self.drafts)
+
+    @property
+    def accepted_tokens(self) -> int:
+        """Number of drafted tokens that became tokens of the choice."""
+        return sum(counts.accepted for counts in self.drafts)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ taken for dead, a line may be in two parts: the first part in the order of keys 
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
@@ -79,8 +80,9 @@ class BatchStore:
 
     def create(self, batch: BatchRecord) -> None:
         """Save a new batch. Raises StoreError."""
-        self.store.put_if_absent(_key(batch.tenant, batch.id), json.dumps(asdict(batch)).encode())
-        self.store.put_if_absent(f"{OPEN}{batch.tenant}/{batch.id}", b"{}")
+        content = json.dumps(asdict(batch)).encode()
+        self._put(_key(batch.tenant, batch.id), content)
+        self._put(f"{OPEN}{batch.tenant}/{batch.id}", b"{}")
 
     def open_batches(self, tenant: str = "") -> list[tuple[str, str]]:
         """Return tenant and id of each batch that has not ended, oldest first for each tenant.
@@ -122,7 +124,7 @@ class BatchStore:
 
         Raises InvalidInput if `after` is no batch's id; StoreError.
         """
-        ids = [key.rpartition("/")[2] for key in self.store.list(f"{BATCHES}{tenant}/")]
+        ids = (key.rpartition("/")[2] for key in self.store.list(f"{BATCHES}{tenant}/"))
         shown, more = page_of(ids, min(limit, PAGE), after, order)
         return in_parallel(lambda one: self.json(tenant, one), shown), more
 
@@ -180,9 +182,12 @@ class BatchStore:
         return run
 
     def renew(self, batch: BatchRecord, run: int) -> bool:
-        """Show that a run goes on; return whether it is the batch's last run."""
+        """Renew a run's lease; return False if the batch has ended or a later run has begun."""
         runs = _runs(batch.tenant, batch.id)
-        self.store.touch(f"{runs}lease-{run:06d}")
+        try:
+            self.store.touch(f"{runs}lease-{run:06d}")
+        except ObjectNotFound:
+            return False
         return self.store.first(f"{runs}lease-", f"{runs}lease-{run:06d}") is None
 
     def put_part(
@@ -193,10 +198,7 @@ class BatchStore:
         key = f"part-{run:06d}-{number:06d}-{ok}-{len(results) - ok}"
         head = json.dumps([[result.number, result.ok] for result in results]).encode()
         data = b"\n".join([head, *(result.line for result in results)])
-        try:
-            self.store.put_if_absent(_runs(batch.tenant, batch.id) + key, data)
-        except ObjectExists:  # an earlier attempt worked, but its reply was lost
-            return
+        self._put(_runs(batch.tenant, batch.id) + key, data)
 
     def results(self, batch: BatchRecord) -> Iterator[Result]:
         """Yield the results of all lines that are done, each line once, with one part in memory at
@@ -227,6 +229,11 @@ class BatchStore:
             if not key.endswith(f"/{ENDED}"):
                 self.store.delete(key)
         self.store.delete(f"{OPEN}{tenant}/{batch_id}")
+
+    def _put(self, key: str, data: bytes) -> None:
+        """Write an object under a key that nobody else writes. Raises StoreError."""
+        with suppress(ObjectExists):  # an earlier attempt worked, but its reply was lost
+            self.store.put_if_absent(key, data)
 
 
 def clean_up(store: ObjectStore, now: float, *, dry_run: bool) -> Iterator[StoredObject]:

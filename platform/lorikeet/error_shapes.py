@@ -1,5 +1,6 @@
-"""Error bodies and HTTP statuses in the shapes of OpenAI's and Anthropic's APIs. Tinker's errors
-are of OpenAI's shape.
+"""Error bodies and HTTP statuses in the shapes of OpenAI's and Anthropic's APIs.
+
+Tinker's API has OpenAI's bodies, and one status of its own.
 """
 
 from enum import Enum

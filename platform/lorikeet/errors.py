@@ -15,7 +15,7 @@ LorikeetError             `code` names the kind, `message` says what to do
 │   ├── UnknownModel      no such model, or another tenant's: clients cannot tell them apart
 │   ├── UnknownTenant
 │   └── UnknownKey
-├── StillRunning          samples that are not ready
+├── StillRunning          samples that have not ended
 ├── InvalidKey            missing or unknown API key
 │   └── EndedKey          API key that was revoked or has expired, for ever
 ├── Forbidden             valid key whose scopes do not allow the operation
@@ -239,7 +239,7 @@ class UnknownKey(NotFound):
 
 
 class StillRunning(LorikeetError):
-    """Samples that are not ready."""
+    """Samples that have not ended; the client should ask again."""
 
     code = "still_running"
 

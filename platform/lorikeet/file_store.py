@@ -8,9 +8,8 @@ described file is whole. Ids begin with the time in milliseconds: they sort by a
 import json
 import re
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,9 +25,9 @@ SHORTEST_S = 3600
 MAX_FILES = 10_000
 """Limit on the files of one tenant, so that all of them can be listed in about a second."""
 PAGE = 100
-"""Limit on the files or batches in one page of a list: each is read from the store."""
+"""Limit on the files or batches in one page of a list, as each is read from the store."""
 _ORPHAN_S = 86_400.0
-_ID = re.compile("file-[0-9a-f]{24}(-output|-errors)?")
+_ID = re.compile("(file-|batch_)[0-9a-f]{24}(-output|-errors)?")
 
 Purpose = Literal["batch", "batch_output"]
 Order = Literal["asc", "desc"]
@@ -72,26 +71,37 @@ class FileStore:
         self.store, self.clock = store, clock
         self._quota_bytes = quota_bytes
 
-    def check_quota(self, tenant: str, size: int) -> None:
-        """Raise InsufficientQuota if a tenant has no room for `size` more bytes."""
-        used = files = 0
-        for one in self.store.scan(f"{CONTENTS}{tenant}/"):
-            if _expiry(one.key) > self.clock():
-                used, files = used + one.size_bytes, files + 1
-        if used + size > self._quota_bytes or files >= MAX_FILES:
+    def check_quota(self, tenant: str, more_bytes: int = 0, more_files: int = 0) -> None:
+        """Raise InsufficientQuota if a tenant's files, with some more, are beyond its limits."""
+        contents = self._contents_of(tenant)
+        used, files = sum(one.size_bytes for one in contents), len(contents)
+        if used + more_bytes > self._quota_bytes or files + more_files > MAX_FILES:
             raise InsufficientQuota(
                 f"this tenant has {used} bytes in {files} files, and the limit is "
                 f"{self._quota_bytes} bytes in {MAX_FILES} files: delete some files",
                 retry_after_s=REPAIR_S,
             )
 
+    def upload(self, tenant: str, path: Path, filename: str, lifetime_s: int) -> StoredFile:
+        """Save the bytes at `path` as a file and return its description.
+
+        Raises StoreError; InsufficientQuota, and saves nothing, if the tenant's files, with those
+        that are saved at the same time, are beyond its limits.
+        """
+        made = self.add(tenant, path, filename, lifetime_s)
+        try:
+            self.check_quota(tenant)
+        except BaseException:
+            self.delete(tenant, made.id)
+            raise
+        return made
+
     def add(
         self, tenant: str, path: Path, filename: str, lifetime_s: int, file_id: str | None = None
     ) -> StoredFile:
-        """Save the bytes at `path` as a file and return its description.
+        """Save the bytes at `path` as a file, even beyond the quota, and return its description.
 
-        file_id: id of the file; None: a new id. If a file of this id exists, the file is returned
-            and stays as it is.
+        file_id: id of the file; None: a new id. An existing file of this id is returned unchanged.
 
         Raises StoreError.
         """
@@ -106,7 +116,7 @@ class FileStore:
             self.store.put_if_absent(_key(tenant, made.id), json.dumps(asdict(made)).encode())
         except ObjectExists:
             found = self._find(tenant, made.id)
-            assert found is not None, "files are deleted by nobody while they are made"
+            assert found is not None, "nobody deletes a file while it is saved"
             if found.expires_at != made.expires_at:
                 self.store.delete(_contents(tenant, made))
             return found
@@ -151,11 +161,16 @@ class FileStore:
 
         Raises InvalidInput if `after` is no file's id; StoreError.
         """
-        ids = [key.rpartition("/")[2] for key in self.store.list(f"{PREFIX}{tenant}/")]
-        ids = [one for one in ids if purpose in (None, purpose_of(one))]
-        shown, more = page_of(ids, min(limit, PAGE), after, order)
+        ids = {_file_id(one.key) for one in self._contents_of(tenant)}
+        of_purpose = (one for one in ids if purpose in (None, purpose_of(one)))
+        shown, more = page_of(of_purpose, min(limit, PAGE), after, order)
         found = in_parallel(lambda one: self._find(tenant, one), shown)
-        return [one for one in found if one and one.expires_at > self.clock()], more
+        return [one for one in found if one is not None], more
+
+    def _contents_of(self, tenant: str) -> list[StoredObject]:
+        """Return the contents of a tenant's files that have not expired."""
+        contents = self.store.scan(f"{CONTENTS}{tenant}/")
+        return [one for one in contents if _expiry(one.key) > self.clock()]
 
     def _find(self, tenant: str, file_id: str) -> StoredFile | None:
         if not _ID.fullmatch(file_id):
@@ -175,29 +190,31 @@ def sortable_id(now: float) -> str:
 
 
 def purpose_of(file_id: str) -> Purpose:
-    """Return the purpose of a file, in OpenAI's terms, by its id."""
+    """Return the purpose that a file's id shows, in OpenAI's terms."""
     return "batch_output" if file_id.endswith(("-output", "-errors")) else "batch"
 
 
-def page_of(ids: list[str], limit: int, after: str | None, order: Order) -> tuple[list[str], bool]:
+def page_of(
+    ids: Iterable[str], limit: int, after: str | None, order: Order
+) -> tuple[list[str], bool]:
     """Return a page of ids and whether more follow.
 
-    ids: all ids, oldest first.
-    after: id before the page; None: the first page.
+    after: id before the page, whose object may have been deleted since; None: the first page.
 
-    Raises InvalidInput if `after` is not among the ids.
+    Raises InvalidInput if `after` is no id.
     """
-    if order == "desc":
-        ids = ids[::-1]
+    newest_first = order == "desc"
     if after is not None:
-        if after not in ids:
+        if not _ID.fullmatch(after):
             raise InvalidInput("after: want the id of one of these objects", param="after")
-        ids = ids[ids.index(after) + 1 :]
-    return list(islice(ids, limit)), len(ids) > limit
+        last = after
+        ids = (one for one in ids if (one < last if newest_first else one > last))
+    rest = sorted(ids, reverse=newest_first)
+    return rest[:limit], len(rest) > limit
 
 
 def clean_up(store: ObjectStore, now: float, *, dry_run: bool) -> Iterator[StoredObject]:
-    """Delete expired files, and contents that no file has, and yield each object deleted.
+    """Delete expired files, and contents that no file has had for a day; yield each contents.
 
     now: Unix seconds.
     dry_run: yield without deleting.
@@ -206,8 +223,7 @@ def clean_up(store: ObjectStore, now: float, *, dry_run: bool) -> Iterator[Store
     """
     described = set(store.list(PREFIX))
     for one in store.scan(CONTENTS):
-        tenant, name = one.key.split("/")[1:]
-        key = f"{PREFIX}{tenant}/{name.rpartition('-')[0]}"
+        key = _key(one.key.split("/")[1], _file_id(one.key))
         if _expiry(one.key) <= now or (key not in described and one.modified + _ORPHAN_S <= now):
             if not dry_run:
                 store.delete(key)
@@ -223,7 +239,13 @@ def _contents(tenant: str, file: StoredFile) -> str:
     return f"{CONTENTS}{tenant}/{file.id}-{file.expires_at:x}"
 
 
+def _file_id(key: str) -> str:
+    """Return the id of the file whose contents a key has."""
+    return key.rpartition("/")[2].rpartition("-")[0]
+
+
 def _expiry(key: str) -> int:
+    """Return the time, in Unix seconds, at which the contents of a key expire."""
     return int(key.rpartition("-")[2], 16)
 
 

@@ -1,4 +1,4 @@
-"""Issuer of OpenID Connect tokens that are accepted beside keys, as a setting."""
+"""Setting LORIKEET_OIDC: issuer of OpenID Connect tokens that are accepted beside keys."""
 
 import re
 from dataclasses import dataclass, fields
@@ -11,10 +11,10 @@ class OidcIssuer:
     """Issuer of tokens, and the claims that name a token's tenant and roles.
 
     issuer: value that the claim `iss` must have.
-    audience: value that the claim `aud` must have, or hold.
-    jwks: address of the issuer's public keys (JWKS).
-    tenant: claim with the name of the tenant.
-    roles: claim with the roles: a list, or text with spaces between.
+    audience: value that the claim `aud` must have, or contain if it is a list.
+    jwks: address of the issuer's public keys, a JSON Web Key Set.
+    tenant: claim with the tenant's name.
+    roles: claim with the roles, a list or a string with spaces between.
     """
 
     issuer: str
@@ -24,15 +24,14 @@ class OidcIssuer:
     roles: str = "roles"
 
     def __str__(self) -> str:
-        """Return the issuer as `parse_oidc_issuer` reads it."""
+        """Return the setting's text, which `parse_oidc_issuer` parses."""
         return ",".join(f"{each.name}={getattr(self, each.name)}" for each in fields(self))
 
 
 def parse_oidc_issuer(value: object) -> object:
     """Parse `issuer=…,audience=…,jwks=…,tenant=claim,roles=claim` into an OidcIssuer.
 
-    Raises ValueError for another form, and for keys that are not read over TLS from another
-    machine.
+    Raises ValueError for another form, and for another machine's keys without TLS.
     """
     if not isinstance(value, str):
         return value

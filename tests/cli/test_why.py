@@ -22,7 +22,7 @@ from lorikeet.protocol.messages import (
 from lorikeet.protocol.status_update import StatusUpdate
 from lorikeet_engine.adapter import Composition, Residency
 from lorikeet_engine.adapter_format import write_blob
-from lorikeet_engine.request import EngineTimings, MemberLoad
+from lorikeet_engine.request import DraftCounts, DraftSource, EngineTimings, MemberLoad
 from lorikeet_engine.telemetry.status import LiveStats
 from tests.cli.conftest import Lorikeet, new_catalog, serving
 from tests.cli.peft_folders import peft_folder
@@ -33,7 +33,10 @@ WEIGHED = (
 )
 
 COURSE = EngineTimings(
-    queued_s=0.5, prefill_s=0.25, decode_s=1.0, drafted_tokens=20, accepted_tokens=13
+    queued_s=0.5,
+    prefill_s=0.25,
+    decode_s=1.0,
+    drafts=(DraftCounts(DraftSource.LOOKUP, 18, 12), DraftCounts(DraftSource.ANSWERS, 2, 1)),
 )
 
 
@@ -101,7 +104,7 @@ def test_a_requests_outcome_stages_and_attempts_are_shown(
     assert any(line.startswith("Finished after ") for line in lines)
     assert "On r7, beside 5 running and 2 waiting requests" in lines
     assert "Tokens: 12 in, 8 of them cached, 34 out; 0 preemptions" in lines
-    assert "Drafted tokens: 20, 13 of them accepted" in lines
+    assert "Drafted tokens: 20, 13 of them accepted (lookup 12 of 18, answers 1 of 2)" in lines
     (queued,) = [line for line in lines if "waited in the engine's queue" in line]
     assert queued.split()[5] == "500.0"
     assert "█" in queued

@@ -661,7 +661,7 @@ def test_an_audit_stream_and_a_providers_keys_are_no_faults(
         issuer = variable("OIDC", f"issuer=https://id,audience=lorikeet,jwks={url}")
         (found,) = patient.examined("identity provider", **issuer)
     assert faults([found]) == []
-    assert found.message == "1 keys of https://id"
+    assert found.message == "keys of https://id: 1"
 
 
 def test_missing_compilers_are_found(

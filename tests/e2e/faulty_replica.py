@@ -17,11 +17,9 @@ from lorikeet.replica import replica
 from lorikeet.replica.request_builder import PreparedCall
 from lorikeet.serving.deployments import EngineReplica
 from lorikeet.settings import Settings
-from tests.replica.quick_engine import quick_engine
+from tests.e2e.slow_steps import FOLDER, breakable_engine
 
 Build = Callable[[EncodedCall], Awaitable[PreparedCall]]
-FOLDER = "TEST_FAULTS_FOLDER"
-"""Environment variable with a folder's path: a file in the folder breaks the channel it names."""
 
 
 @contextmanager
@@ -32,6 +30,7 @@ def faults(**channels: str) -> Iterator[None]:
     files="raise": hide the gateway's files, as on another machine.
     requests="raise": fail every request, with an exception that quotes it. requests="exit": end the
         process of every replica that takes one.
+    steps="6": let each step of an engine take six seconds longer.
     """
     files = {Path(os.environ[FOLDER]) / channel: how for channel, how in channels.items()}
     for file, how in files.items():
@@ -47,7 +46,7 @@ class FaultyReplica(EngineReplica):
     """EngineReplica that fails as the files in FOLDER say, and whose engine starts sooner."""
 
     def __init__(self, base_model: str, settings: Settings) -> None:
-        replica.build_engine = quick_engine
+        replica.build_engine = breakable_engine
         super().__init__(base_model, settings)
         self._requests.build = _breakable(self._requests.build)  # type: ignore[method-assign]
 

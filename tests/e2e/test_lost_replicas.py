@@ -19,6 +19,7 @@ from tests.waiting import eventually
 
 KILL_EVERY_S = 10.0
 MOST_PAUSE_S = 3.0
+MOST_HUNG_PAUSE_S = 5.0
 LEAVE_S = 30.0
 GREEDY = {"temperature": 0.0}
 WAYS = (
@@ -79,6 +80,41 @@ def test_killed_replicas_cut_no_stream_and_change_no_token(service, known, secon
     assert "replica_lost" in load.reasons
     assert pause_s < MOST_PAUSE_S + first_s  # the prompt is computed again, as a new one is
     assert complete(service)
+
+
+@pytest.mark.parametrize("hung", ["replica", "engine"])
+def test_streams_leave_a_replica_that_hangs_within_seconds(service, known, hung):
+    assert complete(service)
+    with KnownStreams(f"{service.url}/v1/completions", known, 12) as load:
+        assert eventually(lambda: len(load.seen) > 6, within_s=60)
+        for engine_process, replica in engine_processes(service).items():
+            stopped = replica if hung == "replica" else engine_process
+            os.kill(stopped, signal.SIGSTOP)
+            try:
+                time.sleep(9)  # less than Serve waits for a health check
+            finally:
+                os.kill(stopped, signal.SIGCONT)
+            if eventually(lambda: load.pauses_s, within_s=6):  # else it had no streams
+                break
+    print(f"{len(load.seen)} answers, {load.reasons}, pauses {load.pauses_s}")
+    assert load.wrong == []
+    assert set(load.reasons) == {"silent"}
+    assert p99(load.pauses_s) < MOST_HUNG_PAUSE_S + p99(load.firsts_s)
+    assert len(service.replicas()) == REPLICAS
+
+
+def test_steps_of_many_seconds_move_no_stream(service, known):
+    assert complete(service)
+    target = known[0].target
+    body = {**GREEDY, "prompt": "a few words", "max_tokens": 3, "ignore_eos": True}
+    url = f"{service.url}/v1/completions"
+    quick = undisturbed(url, target, **body)
+    with faults(steps="6"), KnownStreams(url, [quick], 1) as load:
+        time.sleep(1)
+    (slow,) = load.seen
+    assert slow.first_s > 6
+    assert slow.is_right, slow
+    assert not slow.reasons
 
 
 def test_streams_go_on_when_the_only_replicas_die(service, known):

@@ -100,10 +100,11 @@ def test_another_tenants_adapter_looks_like_one_that_does_not_exist(service):
 
 def test_the_public_listener_has_no_admin_routes(service):
     headers = {"Authorization": f"Bearer {service.admin_key}"}
-    for path in ("/admin/v1/status", "/metrics", "/ui"):
+    for path in ("/admin/v1/status", "/metrics", "/admin/ui"):
         refused = httpx.get(service.url + path, headers=headers, timeout=30)
         assert (refused.status_code, refused.json()["error"]["code"]) == (404, "not_found")
         assert len(refused.headers.get_list("x-request-id")) == 1
+    assert httpx.get(f"{service.url}/ui", timeout=30).is_success
     assert service.admin("GET", "/status").status_code == 200
     assert httpx.get(f"{service.admin_url}/healthz", timeout=30).is_success
 

@@ -286,6 +286,7 @@ class CheckedEngine:
         if pool is None:
             return
         owned = [slot for s in running for slot in (s.kv.state, *s.kv.saving.values())]
+        owned += [s.kv.backup for s in running if s.kv.backup is not None]
         held = {s.kv.restore for s in running} - {None}
         assert len({*owned, *held}) == len(owned) + len(held)
         assert pool.free + len(owned) + len(held) == self.engine._runner.state_slots

@@ -7,7 +7,6 @@ Requests arrive, share, fail and are aborted at any moment; checked_engine.py ha
 import shutil
 import tempfile
 from pathlib import Path
-from random import Random
 
 import pytest
 from hypothesis import settings
@@ -17,11 +16,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from lorikeet_engine.execution import batch_builder
 from lorikeet_engine.execution.page_copies import RankPages
 from lorikeet_engine.request import SamplingParams
-from lorikeet_engine.scheduling import draft_budget
 from lorikeet_engine.scheduling.host_pages import HostPages
 from lorikeet_engine.scheduling.kv_cache import KVCache
-from lorikeet_engine.scheduling.sequence import Sequence
 from tests.engine.checked_engine import ADAPTER_BYTES, BROKEN, GOOD, OTHER, CheckedEngine
+from tests.engine.half_right import draft_half_right
 from tests.engine.hash_model import PAGE, WHOLE, WINDOWED
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -180,22 +178,6 @@ class HostedTraffic(OverlappedTraffic):
             self.patch.undo()
 
 
-class HalfRight:
-    """Source of drafts that knows the sequence's next tokens, and now and then says another."""
-
-    def __init__(self, sequence, expected, chance):
-        self.sequence, self.expected, self.chance = sequence, expected, chance
-        self.acceptance = chance.choice((0.5, 0.9, 1.0))
-
-    def extend(self, tokens):
-        pass
-
-    def predict(self, most):
-        made = len(self.sequence.tokens) - self.sequence.prompt_length
-        right = self.expected[made : made + most]
-        return [token if self.chance.random() < 0.8 else 9 for token in right]
-
-
 class DraftedTraffic(OverlappedTraffic):
     """Traffic in which any sequence may have a draft in any step, however little it gains."""
 
@@ -212,22 +194,34 @@ class DraftedTraffic(OverlappedTraffic):
     )
     def begin(self, running, spare, kv_pages, places, seed, overlap, windows):
         self.overlap, self.windows, self.patch = overlap, windows, pytest.MonkeyPatch()
-        self.patch.setattr(draft_budget, "_LEAST_GAIN", 0.0)
-        self.patch.setattr(draft_budget, "_LONGEST", 1e9)
-        chance = Random(seed)
-
-        def begin_lookup(sequence):
-            expected = self.checked.expected[sequence.request.request_id, sequence.choice][0]
-            sequence.lookup = HalfRight(sequence, expected, chance)
-            return sequence.lookup
-
-        self.patch.setattr(Sequence, "begin_lookup", begin_lookup)
+        draft_half_right(self.patch, lambda *choice: self.checked.expected[choice][0], seed)
         super().begin(running, spare, kv_pages, places)
 
     def teardown(self):
         super().teardown()
         if hasattr(self, "patch"):
             self.patch.undo()
+
+
+class DraftedStates(DraftedTraffic):
+    """Drafted traffic of a model whose states go back where drafted tokens are rejected."""
+
+    states = True
+
+    @initialize(
+        running=st.sampled_from((24, 12, 6)),
+        spare=st.sampled_from((20, 7, 3)),
+        kv_pages=st.sampled_from((60, 30, 15, 8)),
+        places=st.sampled_from((1, 2, 3)),
+        seed=st.integers(0, 99),
+        overlap=st.sampled_from((True, True, False)),
+        cached=st.sampled_from((12, 5, 3, 1)),
+    )
+    def begin(self, running, spare, kv_pages, places, seed, overlap, cached):
+        self.cached_states = cached
+        super().begin(running, spare, kv_pages, places, seed, overlap, WHOLE)
+        self.patch.setattr(KVCache, "state_piece", PAGE)
+        self.patch.setattr(batch_builder, "CHUNK", PAGE)
 
 
 class StatefulTraffic(Traffic):
@@ -267,6 +261,10 @@ class TestDraftedTraffic(DraftedTraffic.TestCase):
     settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
 
 
+class TestDraftedStates(DraftedStates.TestCase):
+    settings = settings(max_examples=30, stateful_step_count=40, deadline=None)
+
+
 class TestStatefulTraffic(StatefulTraffic.TestCase):
     settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
 
@@ -291,6 +289,12 @@ class TestMuchHostedTraffic(HostedTraffic.TestCase):
 @pytest.mark.timeout(3600)
 class TestMuchDraftedTraffic(DraftedTraffic.TestCase):
     settings = settings(max_examples=4000, stateful_step_count=80, deadline=None)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+class TestManyDraftedStates(DraftedStates.TestCase):
+    settings = settings(max_examples=3000, stateful_step_count=80, deadline=None)
 
 
 @pytest.mark.soak

@@ -3,13 +3,20 @@
 test_random_traffic.py has drafts in random traffic, with preemptions, aborts and failed steps.
 """
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from lorikeet_engine.adapter import Composition
 from lorikeet_engine.errors import SettingsError
-from lorikeet_engine.request import LogprobsMode, Request, SamplingParams
+from lorikeet_engine.request import (
+    DraftSource,
+    LogprobsMode,
+    Request,
+    SamplingParams,
+    SchedulingParams,
+)
 from lorikeet_engine.scheduling import draft_budget
 from lorikeet_engine.scheduling.draft_budget import MOST_DRAFTED, DraftBudget
 from lorikeet_engine.scheduling.fairness import OUTPUT_TOKEN, PROMPT_TOKEN
@@ -23,6 +30,7 @@ from tests.engine.engine_driver import (
     nothing_is_held,
     prompt,
 )
+from tests.engine.half_right import draft_half_right
 from tests.engine.peft_adapters import invoking, save_adapter
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -47,6 +55,22 @@ WAYS = {
     "min_tokens": {**DRAWN, "stop_token_ids": (9, 13), "min_tokens": 20},
     "grammar": {"temperature": 0.0, "grammar": "below 250, end under 5, by one from 90 to 70"},
 }
+FORCING = "below 120, end under 5, by one from 90 to 70"
+# The largest of these tokens that a grammar allows is the likeliest, so answers go down slowly.
+DOWN = tuple((token, 20 + token / 4) for token in range(3, 240, 8))
+GRAMMARS = {
+    "greedy": {"temperature": 0.0, "grammar": FORCING},
+    "drawn": {"grammar": FORCING, "seed": 3},
+    "filtered": {"grammar": FORCING, "seed": 4, "top_p": 0.9, "min_p": 0.05},
+    "biases": {"grammar": FORCING, "logit_bias": DOWN},
+    "penalties": {"grammar": FORCING, "frequency_penalty": 0.3, "repetition_penalty": 1.1},
+    "logprobs": {"grammar": FORCING, "logprobs": 2},
+    "processed": {"grammar": FORCING, "logprobs": 2, "logprobs_mode": PROCESSED},
+    "min_tokens": {"grammar": "below 250, end under 225", "min_tokens": 8, "logit_bias": DOWN},
+    "cut": {"grammar": FORCING, "max_tokens": 19, "logit_bias": DOWN},
+    "to the end": {"grammar": "below 24, end under 1, by one from 22 to 0", "seed": 8},
+    "ending": {"grammar": "below 4, end under 1", "seed": 8},
+}
 
 
 def sampling(way):
@@ -55,7 +79,9 @@ def sampling(way):
 
 @pytest.fixture
 def eager(monkeypatch):
-    """Let all sequences draft that can, at any cost; check that drafts are of their own tokens."""
+    """Let all sequences draft that can, at any cost; check that drafts are of their own tokens or
+    of answers to the same tenant with the same adapter.
+    """
     monkeypatch.setattr(draft_budget, "_LEAST_GAIN", 0.0)
     monkeypatch.setattr(draft_budget, "_LONGEST", 1e9)
     choose = DraftBudget.choose
@@ -64,7 +90,8 @@ def eager(monkeypatch):
         drafts = choose(*arguments, **more)
         for sequence, tokens in drafts.items():
             assert len(tokens) <= MOST_DRAFTED
-            assert set(sequence.tokens).issuperset(tokens)
+            kept = arguments[0].answers.of(sequence.answers_key).tokens
+            assert {*sequence.tokens, *kept.tolist()}.issuperset(tokens)
         return drafts
 
     monkeypatch.setattr(DraftBudget, "choose", checked)
@@ -157,10 +184,69 @@ def test_all_features_answer_the_same(
     for (name, _), outputs in on.outputs.items():
         way = name.split(" ", 1)[1].removesuffix(", next")
         by_way[way] += outputs[-1].timings.accepted_tokens
-    assert not by_way["grammar"]
     if every == 1:
         idle = {way for way, accepted in by_way.items() if not accepted}
         assert idle <= {"grammar", "stop", "kept stop"}  # those may stop early
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_grammars_answer_the_same(overlap, make, monkeypatch):
+    """A fifth of the drafted tokens is wrong, and mostly one that the grammar does not allow."""
+    told = []
+    for speculation in ("off", "lookup"):
+        answers = Answers(
+            make(
+                speculation=speculation,
+                overlap=overlap,
+                grammars=DescendingGrammars(),
+                max_running=128,
+                max_batch_tokens=512,
+            )
+        )
+        for at, (name, way) in enumerate(GRAMMARS.items()):
+            params = SamplingParams(**{"max_tokens": TOKENS, "temperature": 1.0, "seed": 5, **way})
+            answers.submit(Request(name, (tuple(prompt(9 + at)),), params, 2))
+        answers.all()
+        told.append(answers)
+        draft_half_right(monkeypatch, lambda *choice: told[0].tokens[choice])
+    off, on = told
+    assert on.tokens == off.tokens
+    assert on.finish == off.finish
+    assert not on.errors
+    assert nothing_is_held(on.engine)
+    for choice, outputs in off.outputs.items():
+        scores, others = (
+            [score.logprob for output in each for score in output.logprobs]
+            for each in (outputs, on.outputs[choice])
+        )
+        assert others == pytest.approx(scores, abs=1e-4)
+    ends = {choice: outputs[-1].timings for choice, outputs in on.outputs.items()}
+    drafting = {name for (name, _), end in ends.items() if end.accepted_tokens}
+    assert drafting >= {"greedy", "drawn", "biases", "processed", "min_tokens", "cut", "to the end"}
+
+
+def test_a_grammar_that_fails_fails_its_request_with_the_same_error(make, monkeypatch):
+    def ask(speculation, *faults):
+        grammars = DescendingGrammars()
+        answers = Answers(make(speculation=speculation, grammars=grammars, max_running=64))
+        for fault in faults:
+            grammar = f"below 250, end under 3{fault}"
+            answers.submit(greedy(fault, prompt(9), max_tokens=TOKENS, grammar=grammar))
+        answers.all()
+        return answers
+
+    whole = ask("off", "").of("")
+    assert len(whole) > 5
+    names = ("fail", "crash", "stuck", "panic", "undecided")
+    faults = [f", {name} at {token}" for name in names for token in whole[1:5]]
+    off = ask("off", *faults)
+    draft_half_right(monkeypatch, lambda *_: whole)
+    on = ask("lookup", *faults)
+    assert all(tokens == whole[: len(tokens)] for tokens in on.tokens.values())
+    assert set(on.errors) == set(off.errors) == set(faults)
+    assert [str(on.errors[f]) for f in faults] == [str(off.errors[f]) for f in faults]
+    assert on.engine.status().accepted_tokens > 0
+    assert nothing_is_held(on.engine)
 
 
 @pytest.fixture
@@ -220,13 +306,43 @@ def test_a_full_batch_has_no_drafts(make):
     assert engine.status().drafted_tokens == 0
 
 
-def test_a_hybrid_has_no_drafts(make):
-    engine = make("qwen3_5_text")
-    answers = Answers(engine)
-    answers.submit(repeating("r"))
-    answers.all()
-    assert answers.of("r") == [7] * TOKENS
-    assert engine.status().drafted_tokens == 0
+@pytest.mark.parametrize(
+    "family",
+    [
+        "qwen3_5_text",
+        *(pytest.param(f, marks=pytest.mark.soak) for f in ("nemotron_h", "granitemoehybrid")),
+    ],
+)
+def test_a_hybrid_goes_back_to_the_state_before_a_rejected_token(
+    family, make, monkeypatch, shelf, tiny_checkpoints, tmp_path
+):
+    """A fifth of the drafted tokens is wrong, and each answer leaves a state for its next turn."""
+    folder = save_adapter(
+        tiny_checkpoints[family], tmp_path / "a", 1, r=4, target_modules=["o_proj"]
+    )
+    ref = shelf.add(folder, "a")
+    told = []
+    for speculation in ("off", "lookup"):
+        answers = Answers(make(family, speculation=speculation, max_running=64))
+        load_adapters(answers, [ref])
+        for at, way in enumerate(WAYS):
+            if way != "grammar":
+                ids, adapter = tuple(prompt(9 + 8 * at)), ref if at % 2 else None
+                answers.submit(Request(way, (ids,), sampling(way), 2, adapter))
+        answers.all()
+        for way in ("greedy", "penalties"):
+            turns = [*prompt(30), *answers.of(way), *prompt(3)]
+            answers.submit(greedy(f"{way}, next", turns))
+        answers.all()
+        assert nothing_is_held(answers.engine)
+        told.append(answers)
+        draft_half_right(monkeypatch, lambda *choice: told[0].tokens[choice])
+    off, on = told
+    assert not on.errors
+    assert on.tokens == off.tokens
+    assert on.finish == off.finish
+    status = on.engine.status()
+    assert 100 < status.accepted_tokens < status.drafted_tokens - 20
 
 
 def test_a_draft_lengthens_no_answer(make, eager):
@@ -250,6 +366,49 @@ def test_drafted_tokens_are_charged_as_prompt_tokens(make, eager):
     assert status.drafted_tokens > 0
     cost = OUTPUT_TOKEN * steps + PROMPT_TOKEN * status.drafted_tokens
     assert counter.value - before == pytest.approx(cost)
+
+
+def test_drafts_come_from_answers_to_the_same_tenant_with_the_same_adapter_alone(
+    make, eager, shelf, tiny_checkpoints, tmp_path, monkeypatch
+):
+    """A tenant's secret, a repeated answer, is drafted for it and for nobody else."""
+    monkeypatch.setattr(draft_budget, "_LEAST_ACCEPTANCE", 0.0)
+    folders = [save_adapter(tiny_checkpoints["llama"], tmp_path / f"{n}", n, r=4) for n in (1, 2)]
+    first, second = (shelf.add(folder, folder.name) for folder in folders)
+    engine = make()
+    answers, drafted = Answers(engine), dict[str, list[tuple[int, ...]]]()
+    choose = DraftBudget.choose
+
+    def recorded(*arguments, **more):
+        drafts = choose(*arguments, **more)
+        for sequence, tokens in drafts.items():
+            if sequence.drafted_from is DraftSource.ANSWERS:
+                drafted.setdefault(sequence.request.request_id, []).append(tokens)
+        return drafts
+
+    monkeypatch.setattr(DraftBudget, "choose", recorded)
+    load_adapters(answers, [first, second])
+    ids = tuple(prompt(12))
+
+    def ask(name, tenant, adapter, salt=None):
+        request = greedy(name, [*ids], max_tokens=TOKENS, adapter=adapter, salt=salt or tenant)
+        answers.submit(replace(request, scheduling=SchedulingParams(tenant=tenant)))
+        answers.all()
+        return answers.of(name)
+
+    secret = ask("told", "acme", first)
+    assert ask("again", "acme", first) == secret
+    assert drafted["again"]
+    assert answers.outputs["again", 0][-1].timings.steps < TOKENS // 2
+    for name, asked in {
+        "tenant": ("globex", first),
+        "adapter": ("acme", second),
+        "base": ("acme", None),
+        "salt": ("acme", first, "other"),
+    }.items():
+        told = ask(name, *asked)
+        assert told == secret or asked[1] is not first  # the drafts would have been right
+        assert name not in drafted
 
 
 def test_an_unknown_speculation_is_refused(make):

@@ -18,6 +18,8 @@ import pytest
 import uvicorn
 from safetensors.numpy import save_file
 
+from loadtest.ports import free_port
+from lorikeet.addresses import Address
 from lorikeet.answer_stream.answer import event_stream, whole_answer
 from lorikeet.answer_stream.logprobs_format import LogprobsJson
 from lorikeet.answer_stream.openai_format import Choice, Ending, EventStream
@@ -30,6 +32,7 @@ from lorikeet.file_store import FileStore
 from lorikeet.gateway.app import create_app
 from lorikeet.gateway.call_encoders import CallEncoders
 from lorikeet.gateway.http_protocol import BoundedHttpProtocol
+from lorikeet.gateway.listeners import AdminListener, PublicListener
 from lorikeet.gateway.services import ServedModel, Services
 from lorikeet.parity.figures import Parity, Verdict
 from lorikeet.protocol.messages import (
@@ -110,12 +113,15 @@ def serving(
     responses_lifetime_s: float | None = None,
     clock: Callable[[], float] = time.time,
     served: Mapping[str, ServedModel] = {},
+    *,
+    apart: bool = False,
     **services: Any,
 ) -> Iterator["Gateway"]:
     """Run a gateway.
 
     clock: clock of stored responses and files, Unix seconds.
     served: further base models, and others than the usual `tiny` and `wider`.
+    apart: run both listeners, tenants' at `public_url` and admins' at `url`; else one for all.
     """
     store = store or LocalStore(folder / "store")
     catalog = AdapterCatalog.init(store)
@@ -132,8 +138,13 @@ def serving(
     }
     encoders = encoders_of(engines)
     app = create_app(Services(catalog, base_models, LIMITS, engines, encoders, **services))
-    with listening(app) as url:
+    address = Address("127.0.0.1", free_port() if apart else 0)
+    if apart:
+        AdminListener(address).open_with(app)
+    with listening(PublicListener(app) if apart else app) as public_url:
+        url = f"http://{address}" if apart else public_url
         gateway = Gateway(url, catalog, engines, admin_key, folder, base_models=base_models)
+        gateway.public_url = public_url
         for tenant in ("acme", "globex"):
             gateway.add_tenant(tenant)
         gateway.register("acme/support")
@@ -181,6 +192,7 @@ class Gateway:
     folder: Path
     keys: dict[str, str] = field(default_factory=dict)
     base_models: dict[str, ServedModel] = field(default_factory=dict)
+    public_url: str = ""
 
     def add_tenant(self, tenant: str, max_concurrent: int | None = None) -> None:
         self.catalog.create_tenant(tenant, max_concurrent=max_concurrent, actor="test")

@@ -5,12 +5,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from lorikeet.catalog.records import Scope
+from lorikeet.catalog.records import KeyRecord, Scope
 from lorikeet.gateway.audit import AuditStream
 from tests.gateway.conftest import Gateway, chat, serving
 from tests.gateway.test_bad_requests import CHAT
@@ -87,6 +88,19 @@ def test_refused_changes_of_known_keys_are_written(gateway: Gateway) -> None:
     assert found[3]["key"] == gateway.catalog.reader.state.keys("acme")[0].id
 
 
+def test_a_change_that_fails_is_written_as_it_is_answered(
+    gateway: Gateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError
+
+    monkeypatch.setattr(gateway.catalog, "limit_tenant", fail)
+    answer = gateway.admin("PATCH", "/tenants/acme", {"max_adapters": 9})
+    (line,) = lines(gateway)
+    assert (line["status"], line["result"]) == (answer.status_code, "failed") == (500, "failed")
+    assert line["request_id"] == answer.headers["x-request-id"]
+
+
 def test_reads_requests_of_tenants_and_unknown_keys_write_nothing(gateway: Gateway) -> None:
     gateway.admin("GET", "/tenants")
     gateway.post(CHAT, chat())
@@ -110,6 +124,20 @@ def test_a_line_that_cannot_be_written_is_told_in_the_log(
     (gateway.folder / "audit").mkdir()
     assert gateway.admin("PATCH", "/tenants/acme", {"max_adapters": 9}).is_success
     assert "audit_not_written" in caplog.messages
+    (gateway.folder / "audit").rmdir()
+    assert gateway.admin("PATCH", "/tenants/acme", {"max_adapters": 8}).is_success
+    (line,) = map(json.loads, (gateway.folder / "audit").read_text().splitlines())
+    assert line["status"] == 200
+
+
+def test_a_line_that_standard_output_refuses_is_told_in_the_log(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with suppress(OSError), Path("/dev/full").open("w") as full:
+        monkeypatch.setattr(sys, "__stdout__", full)
+        key = KeyRecord("key-1", None, frozenset({Scope.ADMIN}), "", 1.0)
+        AuditStream("stdout", "g").write(key, "r", "POST /keys", "", 201, None)
+    assert caplog.messages == ["audit_not_written"]
 
 
 def test_the_stream_can_be_standard_output() -> None:

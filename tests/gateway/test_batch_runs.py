@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -12,9 +13,10 @@ from typing import Any
 import pytest
 from starlette.types import Receive, Scope, Send
 
-from lorikeet.batch_store import ENDED, OPEN, RUNS, WINDOW_S, BatchRecord, BatchStore
+from lorikeet.batch_store import BATCHES, ENDED, OPEN, RUNS, WINDOW_S, BatchRecord, BatchStore
 from lorikeet.catalog.store.local import LocalStore
 from lorikeet.catalog.store.object_store import ObjectStore, open_store
+from lorikeet.errors import ObjectExists, StoreError
 from lorikeet.file_store import FileStore
 from lorikeet.gateway.batches import runner
 from lorikeet.gateway.batches.runner import BatchRunner
@@ -83,7 +85,15 @@ def make(store: ObjectStore, folder: Path, tenant: str = "acme", count: int = LI
     file = files.add(tenant, path, "in.jsonl", 3600)
     now = int(time.time())
     batch = BatchRecord(
-        f"batch_{file.id[5:]}", tenant, "key", CHAT, file.id, now, now + WINDOW_S, None, 3600
+        f"batch_{file.id[5:]}",
+        tenant,
+        f"key of {tenant}",
+        CHAT,
+        file.id,
+        now,
+        now + WINDOW_S,
+        None,
+        3600,
     )
     batches.create(batch)
     return batch
@@ -105,10 +115,12 @@ async def end(*tasks: "asyncio.Task[Any]") -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def outputs(store: ObjectStore, batch: BatchRecord, folder: Path) -> list[str]:
+def outputs(
+    store: ObjectStore, batch: BatchRecord, folder: Path, status: str = "completed"
+) -> list[str]:
     batches, files = stores(store)
     shown = batches.json(batch.tenant, batch.id)
-    assert shown["status"] == "completed"
+    assert shown["status"] == status
     files.download(batch.tenant, shown["output_file_id"], folder / "out")
     results = [json.loads(line) for line in (folder / "out").read_text().splitlines()]
     assert all(each["response"]["body"]["text"] == each["custom_id"] for each in results)
@@ -231,3 +243,138 @@ async def test_bytes_in_flight_are_bounded(tmp_path: Path, monkeypatch: pytest.M
     await until(lambda: stores(store)[0].mark(batch, ENDED))
     await end(task)
     assert service.answered.total() == 50
+
+
+class Overloaded(Service):
+    """An application that is overloaded for each line of acme's."""
+
+    refused = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["state"]["batch_key"] == "key of acme":
+            self.refused += 1
+            headers = [(b"x-request-id", b"r")]
+            await send({"type": "http.response.start", "status": 503, "headers": headers})
+            body = json.dumps({"error": {"code": "overloaded"}}).encode()
+            await send({"type": "http.response.body", "body": body})
+        else:
+            await super().__call__(scope, receive, send)
+
+
+@in_loop
+async def test_lines_that_wait_to_be_sent_again_hold_up_no_other_tenant(tmp_path: Path) -> None:
+    store, service = LocalStore(tmp_path / "store"), Overloaded()
+    make(store, tmp_path, "acme")
+    task = run(store, service)
+    await until(lambda: service.refused >= 16)
+    other = make(store, tmp_path, "globex", 30)
+    await until(lambda: stores(store)[0].mark(other, ENDED))
+    await end(task)
+
+
+@in_loop
+async def test_a_run_stops_if_another_gateway_has_ended_its_batch(
+    store: ObjectStore, tmp_path: Path
+) -> None:
+    """The first gateway cannot renew its lease for so long that another runs the whole batch."""
+    batch, service, batches = make(store, tmp_path), Service(1000.0), stores(store)[0]
+    first = run(store, service)
+    await until(lambda: service.running == 16)
+    batches.end(batch, "completed")
+    await until(lambda: not service.running)
+    await asyncio.sleep(0.3)
+    await end(first)
+    assert [key.rpartition("/")[2] for key in store.list(f"{RUNS}acme/{batch.id}/")] == [ENDED]
+
+
+@in_loop
+async def test_a_run_whose_batch_has_ended_makes_no_second_output(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, service = LocalStore(tmp_path / "store"), Service(0.5)
+    batch, (batches, files) = make(store, tmp_path), stores(store)
+    monkeypatch.setattr(runner, "WATCH_S", 1000.0)
+    first = run(store, service)
+    await until(lambda: service.running == 16)
+    batches.end(batch, "completed")
+    await until(lambda: service.answered.total() == LINES and not service.running)
+    await asyncio.sleep(0.5)
+    await end(first)
+    assert files.page("acme", 10, None, "asc", "batch_output") == ([], False)
+
+
+@pytest.mark.parametrize("status", ["cancelled", "failed"])
+@in_loop
+async def test_a_lost_input_costs_no_committed_answer(tmp_path: Path, status: str) -> None:
+    store, service = LocalStore(tmp_path / "store"), Service(0.05)
+    batch, (batches, files) = make(store, tmp_path), stores(store)
+    first = run(store, service)
+    await until(lambda: batches.json("acme", batch.id)["request_counts"]["completed"] > 20)
+    await end(first)
+    done = {str(result.number) for result in batches.results(batch)}
+    if status == "cancelled":
+        batches.cancel("acme", batch.id)
+    files.delete("acme", batch.input_file_id)
+    second = run(store, service)
+    await until(lambda: not store.first(OPEN))
+    await end(second)
+    shown = batches.json("acme", batch.id)
+    counts = {"total": LINES, "completed": len(done), "failed": LINES - len(done)}
+    assert (shown["status"], shown["request_counts"]) == (status, counts)
+    assert set(outputs(store, batch, tmp_path, status)) == done
+
+
+@in_loop
+async def test_a_cancelled_commit_writes_its_results_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = LocalStore(tmp_path / "store")
+    batch = make(store, tmp_path, count=16)
+    put, begun = BatchStore.put_part, threading.Event()
+
+    def slow(self: BatchStore, *given: Any) -> None:
+        begun.set()
+        time.sleep(0.3)
+        put(self, *given)
+
+    monkeypatch.setattr(BatchStore, "put_part", slow)
+    service = Service()
+    first = run(store, service)
+    await until(begun.is_set)
+    await end(first)
+    parts = [store.get(key) for key in store.list(f"{RUNS}acme/{batch.id}/part-")]
+    numbers = [number for part in parts for number, _ in json.loads(part.split(b"\n")[0])]
+    assert sorted(numbers) == sorted(map(int, service.answered))
+
+
+@in_loop
+async def test_a_store_that_fails_at_the_end_costs_no_second_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, service, put = LocalStore(tmp_path / "store"), Service(), BatchStore.put_part
+    batch, failures = make(store, tmp_path), iter(range(5))
+
+    def flaky(self: BatchStore, *given: Any) -> None:
+        if next(failures, None) is not None:
+            raise StoreError("away")
+        put(self, *given)
+
+    monkeypatch.setattr(runner, "FLUSH_S", 0.3)
+    monkeypatch.setattr(BatchStore, "put_part", flaky)
+    task = run(store, service)
+    await until(lambda: stores(store)[0].mark(batch, ENDED))
+    await end(task)
+    assert service.answered.total() == LINES
+    assert outputs(store, batch, tmp_path) == ALL
+
+
+def test_a_batch_is_made_though_the_stores_replies_are_lost(tmp_path: Path) -> None:
+    class Deaf(LocalStore):
+        def put_if_absent(self, key: str, data: bytes) -> None:
+            super().put_if_absent(key, data)
+            if key.startswith((BATCHES, OPEN)):
+                raise ObjectExists(key)
+
+    store = Deaf(tmp_path / "store")
+    batch = make(store, tmp_path)
+    assert stores(store)[0].open_batches() == [("acme", batch.id)]

@@ -2,12 +2,13 @@
 
 import random
 import uuid
+from dataclasses import replace
 from itertools import islice
 
 import pytest
 
 from lorikeet.protocol.messages import Candidate, Cost, FinalUsage
-from lorikeet.request_log.ended_requests import EndedRequests
+from lorikeet.request_log.ended_requests import RECENT, EndedRequests
 from lorikeet.request_log.record import AttemptRecord, RequestRecord
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.request import EngineTimings
@@ -90,3 +91,28 @@ def test_an_id_is_not_matched_across_two_records() -> None:
     for request_id in many:
         archive.keep(story(request_id), 0.0)
     assert archive.find(many[3][16:] + many[4][:16], 0.0) is None
+
+
+@pytest.mark.parametrize("count", [0, 1, 31, 33, RECENT, RECENT + 1, 200])
+def test_a_tenants_last_records_are_found_newest_first(count: int) -> None:
+    archive, own, others = EndedRequests(ROOMY), ids(count), ids(3 * count)
+    for request_id, three in zip(own, zip(*[iter(others)] * 3, strict=True), strict=True):
+        for other in three:
+            archive.keep(replace(story(other), tenant="other"), 0.0)
+        archive.keep(replace(story(request_id), tenant="own"), 0.0)
+    found = [record.request_id for record in archive.recent("own", 0.0)()]
+    assert found == own[::-1][:RECENT]
+    assert archive.recent("nobody", 0.0)() == []
+
+
+def test_a_tenants_old_or_dropped_records_are_not_among_its_last() -> None:
+    archive, many = EndedRequests(30_000), ids(300)
+    for now_s, request_id in enumerate(many):
+        archive.keep(replace(story(request_id), tenant=f"t{now_s % 2}"), float(now_s))
+    read = archive.recent("t0", 270.0)
+    archive.keep(replace(story(ids(1)[0]), tenant="t0"), 300.0)
+    assert [record.request_id for record in read()] == many[270:299:2][::-1]
+    kept = [request_id for request_id in many[::2] if archive.find(request_id, 0.0)]
+    assert [record.request_id for record in archive.recent("t0", 0.0)()][1:] == kept[::-1][:49]
+    archive.forget(1000.0)
+    assert archive._recent == {}

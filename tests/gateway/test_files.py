@@ -11,6 +11,7 @@ import openai
 import pytest
 
 from lorikeet.catalog.store.local import LocalStore
+from lorikeet.errors import InsufficientQuota
 from lorikeet.file_store import CONTENTS, LIFETIME_S, PREFIX, FileStore, clean_up
 from lorikeet.gateway.routes import files as routes
 from tests.gateway.conftest import FILES_BYTES, Gateway, serving
@@ -85,6 +86,21 @@ def test_lists_have_pages_in_either_order(
     assert list(files.list(purpose="batch_output")) == []
     with pytest.raises(openai.BadRequestError):
         files.list(after="file-other")
+    for file in files.list():
+        files.delete(file.id)
+    assert list(files.list()) == [], "the id before a page may be of a deleted file"
+
+
+def test_expired_files_hide_no_other(
+    gateway: Gateway, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lorikeet.file_store.PAGE", 2)
+    kept = upload(gateway)
+    after = {"anchor": "created_at", "seconds": 3600}
+    for _ in range(3):
+        upload(gateway, expires_after=after)
+    clock.ahead_s = 3601
+    assert [file.id for file in gateway.openai().files.list()] == [kept.id]
 
 
 def test_a_file_expires_when_its_upload_says(gateway: Gateway, clock: Clock) -> None:
@@ -134,6 +150,27 @@ def test_files_beyond_the_quota_are_refused(gateway: Gateway, clock: Clock) -> N
     assert upload(gateway, b"x" * 11, tenant="globex").bytes == 11
     clock.ahead_s = LIFETIME_S + 1
     assert upload(gateway, b"x" * 11).id != first.id
+
+
+@pytest.mark.parametrize(("quota_bytes", "max_files"), [(3, 10), (100, 1)])
+def test_two_uploads_at_once_do_not_both_fit_where_one_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quota_bytes: int, max_files: int
+) -> None:
+    monkeypatch.setattr("lorikeet.file_store.MAX_FILES", max_files)
+
+    class Slow(LocalStore):
+        def put_file(self, key: str, path: Path) -> None:
+            super().put_file(key, path)
+            if not refused:
+                refused.append("the first is under way")
+                with pytest.raises(InsufficientQuota):
+                    store.upload("acme", path, "second", 3600)
+
+    refused = list[str]()
+    store = FileStore(Slow(tmp_path / "store"), quota_bytes, time.time)
+    (tmp_path / "in").write_bytes(b"12")
+    first = store.upload("acme", tmp_path / "in", "first", 3600)
+    assert store.page("acme", 10, None, "asc", None) == ([first], False)
 
 
 def test_more_files_than_can_be_listed_are_refused(

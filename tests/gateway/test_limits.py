@@ -380,3 +380,50 @@ def test_many_at_once_stay_within_the_limit(gateway: Gateway) -> None:
     statuses = asyncio.run(ask_all())
     assert 19 <= statuses.count(200) <= 21
     assert statuses.count(200) + statuses.count(429) == 60
+
+
+def test_limits_show_what_is_used_of_them(gateway: Gateway) -> None:
+    of_key = {"requests_per_min": 100, "name": "ci", "adapters": ("*",)}
+    add(
+        gateway,
+        "initech",
+        of_key,
+        tokens_per_min=1000,
+        max_concurrent=3,
+        max_context=50,
+        tokens_per_month=10**6,
+        max_adapters=4,
+    )
+    gateway.register("initech/own")
+    gateway.engines.replay = endless
+
+    def shown() -> dict[str, Any]:
+        answer = gateway.request("GET", "/v1/limits", gateway.keys["initech"])
+        limits: dict[str, Any] = answer.raise_for_status().json()
+        return limits
+
+    def uses() -> dict[tuple[str, str], Any]:
+        return {(row["of"], row["limit"]): row for row in shown()["data"]}
+
+    before = uses()
+    said = shown()
+    assert (said["tenant"], said["key_name"], said["adapters"]) == ("initech", "ci", ["*"])
+    assert (
+        before["tenant", "max_concurrent"] | {"most": 3, "used": 0}
+        == (before["tenant", "max_concurrent"])
+    )
+    assert before["tenant", "max_context"]["used"] is None
+    assert before["tenant", "max_adapters"]["used"] == 1
+    assert before["tenant", "tokens_per_min"]["burst"] == 10_000
+    assert before["key", "requests_per_min"]["most"] == 100
+    body = json.dumps(chat("initech/own", "hello", max_tokens=40, stream=True)).encode()
+    with leaving(gateway, "POST", CHAT, gateway.keys["initech"], body):
+        assert eventually(lambda: uses()["tenant", "max_concurrent"]["used"] == 1)
+    assert eventually(lambda: uses()["tenant", "max_concurrent"]["used"] == 0)
+    after = uses()
+    assert after["tenant", "tokens_per_month"]["used"] >= 40
+
+
+def test_a_tenant_without_limits_has_none_to_show(gateway: Gateway) -> None:
+    answer = gateway.request("GET", "/v1/limits", gateway.keys["globex"]).json()
+    assert (answer["data"], answer["adapters"]) == ([], None)

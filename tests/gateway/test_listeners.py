@@ -27,9 +27,9 @@ from tests.waiting import eventually
 
 # Each request comes on a connection of its own, or would stay with the gateway it met first.
 CLIENT = httpx.Client(headers={"connection": "close"}, timeout=30)
-PUBLIC = ("/healthz", "/readyz", "/health", "/v1/models", "/v1/a/b")
+PUBLIC = ("/healthz", "/readyz", "/health", "/v1/models", "/v1/a/b", "/ui", "/ui/page.js")
 NOT_PUBLIC = (
-    "/", "/v1", "/v1x", "/admin", "/admin/v1/status", "/metrics", "/ui", "/docs", "/openapi.json",
+    "/", "/v1", "/v1x", "/admin", "/admin/v1/status", "/metrics", "/uix", "/docs", "/openapi.json",
     "//admin/v1/status", "//v1/models", "/healthz/", "/V1/models", "/admin/v1/status?/v1/",
     "/admin/../v1/models", "/./v1/models",
 )  # fmt: skip
@@ -113,11 +113,11 @@ def test_tenants_reach_only_their_own_paths(address: Address) -> None:
 
 def test_tenants_reach_further_paths_if_these_are_given() -> None:
     with listening(PublicListener(application("a"), paths={"/tokenize"})) as url:
-        assert [raw_get(url, path)[0] for path in ("/tokenize", "/tokenize/", "/ui")] == [
+        assert [raw_get(url, path)[0] for path in ("/tokenize", "/tokenize/", "/uix")] == [
             *(200, 404, 404),
         ]
     with listening(PublicListener(application("a"), prefixes={"/api/v1/"})) as url:
-        paths = "/api/v1/asample", "/api/v1/samplers/a", "/v1/models", "/api/v2/asample", "/ui"
+        paths = "/api/v1/asample", "/api/v1/samplers/a", "/v1/models", "/api/v2/asample", "/uix"
         assert [raw_get(url, path)[0] for path in paths] == [200, 200, 200, 404, 404]
 
 
@@ -131,7 +131,7 @@ def raw_get(url: str, path: str) -> tuple[int, bytes, list[str]]:
 
 def test_the_admin_listener_serves_every_path(address: Address) -> None:
     with gateway("a", address):
-        for path in (*PUBLIC, "/admin/v1/status", "/metrics", "/ui"):
+        for path in (*PUBLIC, "/admin/v1/status", "/metrics"):
             answer = CLIENT.get(f"http://{address}{path}")
             assert answer.json()["name"] == "a"
             assert len(answer.headers.get_list("x-request-id")) == 1

@@ -12,10 +12,12 @@ from typing import Any
 
 import pytest
 from fastapi import FastAPI
+from starlette.types import Receive
 
 from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.records import Scope
 from lorikeet.errors import Expired
+from lorikeet.gateway.adapter_uses import AdapterUses
 from lorikeet.gateway.app import create_app
 from lorikeet.gateway.replica_response import ReplicaResponse
 from lorikeet.gateway.services import ServedModel, Services
@@ -24,6 +26,7 @@ from lorikeet.gateway.tinker.requests import CANCEL, RETRIEVE, SAMPLE, sampling_
 from lorikeet.gateway.tinker.sample_futures import SampleFutures
 from lorikeet.protocol.messages import AnswerHeader, Call, Endpoint, Refusal
 from lorikeet.protocol.peers import Peers
+from lorikeet_engine.adapter import AdapterRef
 from lorikeet_engine.request import FinishReason
 from tests.gateway.conftest import (
     LIMITS,
@@ -353,6 +356,27 @@ def test_an_answer_is_the_same_when_it_is_asked_for_again(
     assert error_of(others, 410)["code"] == "expired"
     told = gateway.request("GET", f"/v1/requests/{asked['request_id']}", gateway.keys["acme"])
     assert told.json()["outcome"] == "finished"
+
+
+def test_an_adapter_is_in_use_until_its_sample_ends(
+    tmp_path: Path, replica: ScriptedReplica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uses, begin, begun = AdapterUses(), SampleFutures.begin, []
+
+    async def watched(self: SampleFutures, response: ReplicaResponse, receive: Receive) -> None:
+        assert isinstance(response.call.adapter, AdapterRef)
+        begun.append(response.call.adapter.digest in uses)
+        await begin(self, response, receive)
+        begun.append(response.call.adapter.digest in uses)
+
+    monkeypatch.setattr(SampleFutures, "begin", watched)
+    with serving(tmp_path / "own", tinker=True, uses=uses) as gateway:
+        replay = Held(gateway, replica)
+        gateway.post(SAMPLE, body("acme/support")).raise_for_status()
+        assert begun == [True, True]
+        (digest,) = uses._requests
+        replay.let_go.set()
+        assert eventually(lambda: digest not in uses)
 
 
 class Held:

@@ -1,6 +1,7 @@
 """Usage over HTTP, by tenant, period and adapter."""
 
 import time
+from collections import Counter
 from datetime import UTC, datetime
 from typing import Any
 
@@ -94,6 +95,15 @@ def test_rows_are_grouped_as_requested(used: Gateway) -> None:
     assert [list(row)[:2] for row in by_both] == [["tenant", "day"]] * 2
     assert [row["requests"] for row in rows(used, "by=tenant")] == [3, 1]
     assert [row["requests"] for row in rows(used, f"to={day(1)}&by=tenant")] == [1]
+
+
+def test_rows_by_month_sum_its_days(gateway: Gateway) -> None:
+    for ago in (0, 40, 41, 75):
+        write(gateway, SUPPORT, ago=ago, output_tokens=1)
+    path = f"/v1/usage?from={day(90)}&by=month"
+    found = gateway.request("GET", path, gateway.keys["acme"]).json()["data"]
+    counted = Counter(day(ago)[:7] for ago in (0, 40, 41, 75))
+    assert {row["month"]: row["output_tokens"] for row in found} == counted
 
 
 def test_a_tenant_sees_its_own_rows_only(used: Gateway) -> None:

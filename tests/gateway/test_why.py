@@ -25,7 +25,7 @@ from lorikeet.protocol.status_update import StatusUpdate
 from lorikeet.request_log.record import RequestTrace
 from lorikeet.request_log.request_log import KEPT_S, RequestLog
 from lorikeet_engine.adapter import Residency
-from lorikeet_engine.request import EngineTimings
+from lorikeet_engine.request import DraftCounts, DraftSource, EngineTimings
 from lorikeet_engine.telemetry.status import LiveStats
 from tests.gateway.conftest import Gateway, Items, chat, endless, repeat, serving
 from tests.gateway.linked_peers import LinkedPeers, link
@@ -46,8 +46,7 @@ QUICK = EngineTimings(
     decode_s=0.003,
     preemptions=1,
     steps=3,
-    drafted_tokens=20,
-    accepted_tokens=13,
+    drafts=(DraftCounts(DraftSource.LOOKUP, 18, 12), DraftCounts(DraftSource.ANSWERS, 2, 1)),
 )
 
 
@@ -106,7 +105,11 @@ def test_a_finished_request_is_explained_completely(gateway: Gateway) -> None:
     assert found["replica_status"] == {"running": 5, "waiting": 2}
     assert found["tokens"] == {"prompt": 12, "cached": 8, "output": 34, "from_host": 0}
     assert (found["preemptions"], found["retries"]) == (2, 1)
-    assert found["drafts"] == {"drafted": 20, "accepted": 13}
+    sources = {
+        "lookup": {"drafted": 18, "accepted": 12},
+        "answers": {"drafted": 2, "accepted": 1},
+    }
+    assert found["drafts"] == {"drafted": 20, "accepted": 13, "sources": sources}
     engine = {"queue": 1.0, "adapter": 3.0, "prefill": 2.0, "decode": 11.0}  # the slower choice
     took = stages(found)
     assert list(took) == ["validate", "route", "overhead", *engine]
@@ -295,6 +298,27 @@ def test_every_gateway_can_explain_a_request() -> None:
     for asked, tenant in (("a" * 32, "globex"), ("b" * 32, None)):
         with pytest.raises(NotFound):
             asyncio.run(other.find(asked, tenant))
+
+
+def test_a_tenants_last_requests_come_from_every_gateway() -> None:
+    ends = [LinkedPeers(), LinkedPeers()]
+    link(ends)
+    logs = [RequestLog(end) for end in ends]
+    for number in range(70):
+        trace = logs[number % 2].trace(f"{number:032x}")
+        trace.set_caller("acme" if number % 10 else "globex", "key-1")
+        trace._record.received = float(number)
+        with trace.answering():
+            pass
+    running = logs[0].trace("f" * 32)
+    running.set_caller("acme", "key-1")
+    running.__enter__()
+    found = asyncio.run(logs[1].recent("acme"))
+    own = [f"{number:032x}" for number in range(70) if number % 10]
+    assert [each["id"] for each in found["data"]] == ["f" * 32, *own[::-1]][:50]
+    assert (found["data"][0]["outcome"], found["silent"]) == ("running", 0)
+    assert {each["tenant"] for each in found["data"]} == {"acme"}
+    assert "attempts" not in found["data"][0]  # they tell of others' load
 
 
 def test_no_request_is_called_unknown_while_a_gateway_is_silent() -> None:

@@ -2,6 +2,7 @@
 
 from lorikeet_engine.adapter import Residency
 from lorikeet_engine.costs import StepCosts
+from lorikeet_engine.request import DraftCounts, DraftSource
 from lorikeet_engine.telemetry.status import (
     Distribution,
     EngineInfo,
@@ -41,8 +42,7 @@ def engine_status(some: Distribution = SOME, nothing: Distribution = NOTHING) ->
         prompt_tokens=16,
         cached_tokens=17,
         output_tokens=18,
-        drafted_tokens=26,
-        accepted_tokens=25,
+        drafts=(DraftCounts(DraftSource.LOOKUP, 26, 25), DraftCounts(DraftSource.ANSWERS, 28, 27)),
         step_s=some,
         step_sequences=some,
         step_adapters=some,

@@ -51,6 +51,8 @@ def test_every_number_of_the_status_has_its_metric() -> None:
         assert page.total("lorikeet_tokens_total", kind=kind) == tokens
     assert page.total("lorikeet_drafted_tokens_total", source="lookup") == 26
     assert page.total("lorikeet_accepted_tokens_total", source="lookup") == 25
+    assert page.total("lorikeet_drafted_tokens_total", source="answers") == 28
+    assert page.total("lorikeet_accepted_tokens_total", source="answers") == 27
     for name in ("seconds", "sequences", "adapters"):
         assert page.total(f"lorikeet_step_{name}_count", replica="r0", base_model="tiny") == 3
     assert page.total("lorikeet_inter_token_latency_seconds_count", residency="none") == 3

@@ -17,13 +17,14 @@ from lorikeet.metrics.gateway import GatewayMetrics
 from lorikeet.protocol.messages import AnswerHeader, Attempt, Call, FinalUsage, Refusal
 from lorikeet.protocol.peers import Peers, Poll
 from lorikeet_engine.adapter import Residency
-from lorikeet_engine.request import EngineTimings
+from lorikeet_engine.request import DraftCounts, DraftSource, EngineTimings
 from tests.gateway.conftest import Gateway, Items, chat, endless, repeat, serving
 from tests.metrics.scraping import Scraped, check_with_promtool
 from tests.waiting import eventually
 
 CHAT = "/v1/chat/completions"
-COURSE = EngineTimings(queued_s=0.3, load_s=0.1, prefill_s=0.002, decode_s=0.011)
+DRAFTS = (DraftCounts(DraftSource.LOOKUP, 20, 13), DraftCounts(DraftSource.ANSWERS, 6, 5))
+COURSE = EngineTimings(queued_s=0.3, load_s=0.1, prefill_s=0.002, decode_s=0.011, drafts=DRAFTS)
 
 
 @pytest.fixture
@@ -130,6 +131,10 @@ def test_tokens_are_counted_by_tenant_and_by_adapter(gateway: Gateway) -> None:
             page.total("lorikeet_adapter_tokens_total", adapter="acme/support", kind=kind)
             == 2 * tokens
         )
+    for source, drafted, accepted in DRAFTS:
+        of_adapter = {"adapter": "acme/support", "source": source}
+        assert page.total("lorikeet_adapter_drafted_tokens_total", **of_adapter) == 2 * drafted
+        assert page.total("lorikeet_adapter_accepted_tokens_total", **of_adapter) == 2 * accepted
     adapters = {"acme/support": 2, "globex/other": 1}
     for adapter, requests in adapters.items():
         assert page.total("lorikeet_adapter_requests_total", adapter=adapter) == requests

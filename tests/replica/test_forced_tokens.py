@@ -28,6 +28,7 @@ from lorikeet_engine.models.llama import load_model
 from lorikeet_engine.request import Request, SamplingParams
 from tests.engine.blobs import Shelf
 from tests.engine.engine_driver import Answers
+from tests.engine.half_right import draft_half_right
 from tests.serving.local_gateway import answer_of
 
 DEMO = Path(__file__).parents[2] / "demo" / "model"
@@ -70,11 +71,15 @@ def model(request: pytest.FixtureRequest, words: Path) -> Path:
     return DEMO if request.param == "demo" else words
 
 
-def ask(model: Path, folder: Path, requests: list[Request], room: int) -> Answers:
+def ask(
+    model: Path, folder: Path, requests: list[Request], room: int, speculation: str = "off"
+) -> Answers:
     """room: how many tokens that are forced a step may compute."""
     torch.set_num_threads(1)
     cache, sizes = folder / "cache", {"max_running": 32, "max_batch_tokens": 32 + room}
-    of_engine = EngineSettings(model=model, cache_dir=cache, kv_bytes=16 << 20, **sizes)
+    of_engine = EngineSettings(
+        model=model, cache_dir=cache, kv_bytes=16 << 20, speculation=speculation, **sizes
+    )
     load = load_model if model == DEMO else random_model
     answers = Answers(Engine(of_engine, Shelf(folder / "blobs"), load, ModelGrammars(model)))
     for request in requests:
@@ -126,6 +131,31 @@ def test_each_schema_is_answered_with_the_same_tokens_in_fewer_steps(
     spared = {key: saved(model, grammar, said) for key, said in at_once.tokens.items()}
     assert steps(at_once) == {key: len(at_once.tokens[key]) - spared[key] for key in spared}
     assert all(spared.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "model"),
+    [
+        pytest.param(name, model, marks=[] if (name, model) in OFTEN else [pytest.mark.soak])
+        for name in SCHEMAS
+        for model in ("demo", "words")
+    ],
+    indirect=["model"],
+)
+def test_each_schema_is_answered_with_the_same_tokens_with_drafts(
+    model: Path, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grammar = schema_grammar(json.dumps(SCHEMAS[name]))
+    requests = [
+        Request(f"{i}", (PROMPT,), SamplingParams(200, grammar=grammar, **way), n=2)
+        for i, way in enumerate(WAYS)
+    ]
+    plain = ask(model, tmp_path, requests, 128)
+    draft_half_right(monkeypatch, lambda *choice: plain.tokens[choice])
+    drafted = ask(model, tmp_path, requests, 128, "lookup")
+    assert drafted.tokens == plain.tokens
+    assert drafted.finish == plain.finish
+    assert all(steps(drafted)[choice] < taken for choice, taken in steps(plain).items())
 
 
 def mask_of(grammars: ModelGrammars, matcher: TextMatcher) -> list[int]:

@@ -451,7 +451,7 @@ def test_when_the_engines_process_dies_streams_end_with_an_error_and_no_call_is_
 def test_a_replica_with_a_hanging_engine_refuses_requests_and_sends_no_status(
     settings, monkeypatch
 ):
-    for name, seconds in {"_STALLED_S": 0.2, "_SUBMIT_S": 0.4, "_DEAD_S": 0.6}.items():
+    for name, seconds in {"_STALLED_S": 1.0, "_SUBMIT_S": 1.2, "_DEAD_S": 1.4}.items():
         monkeypatch.setattr(replica_module, name, seconds)
 
     async def scenario(replica):

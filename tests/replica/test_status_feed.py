@@ -107,12 +107,13 @@ def test_a_slow_subscriber_gets_one_update_for_all_missed_changes():
     run(scenario)
 
 
-def test_a_quiet_replica_sends_heartbeats(monkeypatch):
-    monkeypatch.setattr(module, "HEARTBEAT_S", 0.02)
-
+def test_each_status_of_an_engine_is_an_update_even_without_changes():
     async def scenario(feed):
         subscriber = feed.subscribe()
-        heard = [await anext(subscriber) for _ in range(4)]
+        heard = [await anext(subscriber)]
+        for _ in range(3):
+            feed.post(EngineStatus())
+            heard.append(await anext(subscriber))
         assert all(not one.moved for one in heard)
         assert [one.seq for one in heard] == sorted({one.seq for one in heard})
         await close(subscriber)
@@ -120,11 +121,20 @@ def test_a_quiet_replica_sends_heartbeats(monkeypatch):
     run(scenario)
 
 
-def test_a_feed_ends_after_its_duration_and_removes_its_subscriber(monkeypatch):
-    monkeypatch.setattr(module, "HEARTBEAT_S", 0.01)
-
+def test_a_feed_of_a_silent_engine_has_only_a_snapshot():
     async def scenario(feed):
-        assert len([one async for one in feed.subscribe(lasting_s=0.1)]) >= 2
+        assert len([one async for one in feed.subscribe(lasting_s=0.1)]) == 1
+
+    run(scenario)
+
+
+def test_a_feed_ends_after_its_duration_and_removes_its_subscriber():
+    async def scenario(feed):
+        heard = 0
+        async for _ in feed.subscribe(lasting_s=0.1):
+            heard += 1
+            feed.post(EngineStatus())
+        assert heard >= 2
         assert not feed._subscribers
 
     run(scenario)
@@ -163,6 +173,7 @@ def test_a_fleet_that_resubscribes_ends_with_the_held_adapters(monkeypatch, seed
         feed.post(status())
         while (message := await anext(subscriber)).moved:
             fleet.on_status_update("r0", message)
+            feed.post(status())
         assert {d: fleet._locations.tier("r0", d) for d in digests} == held
         await close(subscriber)
 

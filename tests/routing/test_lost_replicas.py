@@ -4,7 +4,7 @@ from collections import Counter
 
 from lorikeet.protocol.status_update import StatusUpdate
 from lorikeet.rendezvous import by_preference
-from lorikeet.routing.fleet import LOST_S, SILENT_S
+from lorikeet.routing.fleet import LOST_S, RECENT_S, SILENT_S
 from lorikeet.routing.tracked_replica import FETCH_PAUSE_S, STALE_S
 from lorikeet_engine.adapter import Residency
 from tests.routing.gateway import ASK, BASE, BUSY, IDLE, NAMES, OTHER, REF
@@ -37,7 +37,7 @@ def test_an_old_status_does_not_bring_a_lost_replica_back(gateway):
     assert "r1" not in {name for _ in range(40) for name in gateway.order(BASE)}
 
 
-def test_a_silent_replica_is_lost_and_its_requests_that_have_not_begun_are_returned(gateway):
+def test_a_silent_replica_is_lost_and_its_requests_are_returned(gateway):
     gateway.receive_all()
     waiting, begun, elsewhere = gateway.send("r1"), gateway.send("r1"), gateway.send("r2")
     gateway.fleet.on_first_bytes(begun)
@@ -46,7 +46,7 @@ def test_a_silent_replica_is_lost_and_its_requests_that_have_not_begun_are_retur
         gateway.receive(name)
     assert gateway.fleet.take_silent() == {}
     gateway.now_s += 0.1
-    assert gateway.fleet.take_silent() == {"r1": [waiting]}
+    assert gateway.fleet.take_silent() == {"r1": [waiting, begun]}
     assert "r1" not in {name for _ in range(40) for name in gateway.order(BASE)}
     gateway.receive("r1")
     assert gateway.fleet.take_silent() == {}
@@ -58,6 +58,22 @@ def test_no_replica_is_silent_while_this_gateway_receives_no_status_at_all(gatew
     gateway.receive_all()
     gateway.send("r1")
     gateway.now_s += 10 * SILENT_S
+    assert gateway.fleet.take_silent() == {}
+
+
+def test_time_in_which_all_replicas_were_silent_does_not_count(gateway):
+    gateway.receive_all()
+    gateway.send("r1")
+    gateway.now_s += 10 * SILENT_S
+    assert gateway.fleet.take_silent() == {}
+    gateway.receive("r0")
+    assert gateway.fleet.take_silent() == {}
+    gateway.now_s += SILENT_S - 0.1
+    gateway.receive("r0")
+    assert gateway.fleet.take_silent() == {}
+    gateway.now_s += 0.1
+    assert gateway.fleet.take_silent().keys() == {"r1", "r2", "r3"}
+    gateway.now_s += RECENT_S + 0.1
     assert gateway.fleet.take_silent() == {}
 
 

@@ -229,6 +229,54 @@ def test_a_call_without_a_first_byte_is_sent_again_when_its_replica_falls_silent
     run(scenario)
 
 
+def silence(monkeypatch, fleet, handle):
+    """Let the replica of the last call be silent."""
+    monkeypatch.setattr(engines_module, "_SILENCE_CHECK_S", 0.02)
+    silent = {"silent": [handle.calls[-1][0].attempt_id]}
+    monkeypatch.setattr(fleet, "take_silent", lambda: silent)
+
+
+def test_a_begun_answer_leaves_silent_replicas_as_long_as_others_may_take_it(
+    three_replicas, monkeypatch
+):
+    async def scenario(engines, handle):
+        asking = await asked(engines, handle)
+        for number in (1, 2):
+            handle.deliver(replace(HEADER, replica=f"r{number}"), b"%d " % number, log=LONG)
+            silence(monkeypatch, three_replicas, handle)
+            await until(lambda n=number: len(handle.calls) == n + 1)
+            handle.deliver(b"too late", attempt=-2)
+        handle.deliver(replace(HEADER, replica="r3"), b"3 ", log=LONG)
+        silence(monkeypatch, three_replicas, handle)
+        await asyncio.sleep(0.2)
+        handle.deliver(USAGE, b"end.", ended=True)
+        items = await asking
+        assert bytes_of(items) == b"1 2 3 end."
+        assert [i for i in items if isinstance(i, Resumed)] == [Resumed(ResumeReason.SILENT)] * 2
+        assert [sent.lost for sent, _ in handle.calls] == [(), ("r1",), ("r1", "r2")]
+
+    run(scenario)
+
+
+def test_an_answer_without_a_log_stays_at_a_silent_replica_and_at_one_that_is_being_stopped(
+    three_replicas, monkeypatch
+):
+    monkeypatch.setattr(engines_module, "_LEAVE_S", 0.05)
+    monkeypatch.setattr(engines_module, "_LEAVE_CHECK_S", 0.01)
+
+    async def scenario(engines, handle):
+        asking = await asked(engines, handle)
+        handle.deliver(replace(HEADER, replica="r1"), b"begun ")
+        silence(monkeypatch, three_replicas, handle)
+        monkeypatch.setattr(type(three_replicas), "replicas", property(lambda _: ("r2",)))
+        await asyncio.sleep(0.3)
+        handle.deliver(USAGE, b"end.", ended=True)
+        assert bytes_of(await asking) == b"begun end."
+        assert len(handle.calls) == 1
+
+    run(scenario)
+
+
 def ended_by(code):
     return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata())
 

@@ -70,8 +70,11 @@ def test_a_wrong_key_is_refused_and_a_right_one_is_kept_until_it_is_forgotten(
 ) -> None:
     log_in(tab, "lk_wrong")
     tab.until("document.getElementById('login-error').innerText.includes('refuses this key')")
-    log_in(tab, gateway.keys["acme"])
-    tab.until("document.getElementById('login-error').innerText.includes('a tenant’s key')")
+    _, publishing = gateway.catalog.create_key(
+        "acme", {Scope.PUBLISH}, adapters=("*",), actor="test"
+    )
+    log_in(tab, publishing)
+    tab.until("document.getElementById('login-error').innerText.includes('only pushes')")
     assert tab.js("sessionStorage.length + localStorage.length") == 0
     _, reading = gateway.catalog.create_key(None, {Scope.READ_ONLY}, actor="test")
     log_in(tab, reading)
@@ -122,7 +125,7 @@ def test_a_pin_appears(tab: Tab, gateway: Gateway) -> None:
     look(tab, gateway)
     assert "There are no pins." in tab.text("#pins")
     gateway.admin("PUT", "/pins/acme/support", {"reason": "launch"})
-    gateway.engines.maps = [replica("r0", [SUPPORT._replace(pinned=True), TRIAGE])]
+    gateway.engines.maps = [replica("r0", [SUPPORT._replace(pinned=True, kept=True), TRIAGE])]
     tab.until("document.getElementById('pins').innerText.includes('acme/support@prod')")
     tab.until("document.querySelector('.arena-caption').innerText.includes('1 pinned')")
     focus(tab)

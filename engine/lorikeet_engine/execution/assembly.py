@@ -171,7 +171,7 @@ def _assemble(
     draft_budget = None
     if settings.speculation == "lookup":
         goal_s = settings.inter_token_goal_s
-        draft_budget = DraftBudget(step_costs, runner.small_sizes, goal_s)
+        draft_budget = DraftBudget(step_costs, runner.small_sizes, goal_s, pieces)
     return Assembly(
         runner,
         sampler,

@@ -58,7 +58,7 @@ class StateInput:
             for save in use.saves:
                 saves[chunk + save.tokens // CHUNK - 1] = save.slot
         restores = [(use.restore, use.slot) for use in uses if use.restore is not None]
-        copies = [(use.slot, use.copy) for use in uses if use.copy is not None]
+        copies = [(use.slot, to) for use in uses for to in (use.copy, use.backup) if to is not None]
         return cls(
             decodes=np.stack([slots[~several], starts[~several]]),
             starts=first,

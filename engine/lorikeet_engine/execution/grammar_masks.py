@@ -1,4 +1,7 @@
-"""Tokens that grammars allow next in the sequences of a step, and tokens that they force."""
+"""Tokens that grammars allow next in the sequences of a step, and tokens that they force.
+
+Behind each drafted token that the grammar allows, the mask is that of the output with this token.
+"""
 
 from collections.abc import Mapping
 from itertools import islice, takewhile
@@ -19,7 +22,7 @@ from lorikeet_engine.sampling.grammar import (
     octets_of,
 )
 from lorikeet_engine.scheduling.forced_budget import ForcedBudget
-from lorikeet_engine.scheduling.sequence import Sequence, SequenceStatus
+from lorikeet_engine.scheduling.sequence import Chunk, Sequence, SequenceStatus
 
 
 class AllowedTokens(NamedTuple):
@@ -30,12 +33,15 @@ class AllowedTokens(NamedTuple):
     errors: by row, the error of a grammar that failed.
     forced: by row, the tokens that the grammar requires after the sampled token, for rows in which
         only one token may be sampled.
+    followed: by a sequence's first row, the number of its drafted tokens behind which the mask is
+        known. The others cannot be accepted.
     """
 
     rows: list[int]
     bitmasks: torch.Tensor | None
     errors: Mapping[int, EngineError]
     forced: Mapping[int, tuple[int, ...]]
+    followed: Mapping[int, int]
 
     def forbid_others(self, logits: torch.Tensor) -> None:
         """Set the logits of tokens that are not allowed to -inf, in place; the host never waits."""
@@ -45,15 +51,87 @@ class AllowedTokens(NamedTuple):
 
 
 class _Matched(NamedTuple):
-    """Row of a step's logits whose next token a grammar restricts."""
+    """Row of a step's logits whose next token a grammar restricts.
+
+    matcher: has accepted all tokens before the row's token.
+    drafted: drafted tokens from the row's place on.
+    ahead: number of drafted tokens before the row's token.
+    """
 
     row: int
     sequence: Sequence
     matcher: Matcher
+    drafted: tuple[int, ...]
+    ahead: int = 0
+
+    def behind_draft(self) -> "_Matched | None":
+        """Return the row behind the first of `drafted`; None if no token may follow it.
+
+        The first row's matcher is copied, that of a later row advances.
+        """
+        matcher = self.matcher if self.ahead else self.matcher.copy()
+        try:
+            matcher.accept(self.drafted[0])
+            ends = matcher.must_end
+        except BaseException:  # comes again if the token is sampled
+            return None
+        if ends:
+            return None
+        return _Matched(self.row + 1, self.sequence, matcher, self.drafted[1:], self.ahead + 1)
+
+
+class _Masks:
+    """Masks of the rows that grammars restrict, filled from each sequence's first row on.
+
+    rows: restricted rows of the logits, in the order of their bitmasks.
+    ends: last row of each sequence that has a mask, and the mask.
+    errors, followed: as in AllowedTokens.
+    """
+
+    def __init__(self, grammars: Grammars, first: list[_Matched], bitmasks: TokenBitmask) -> None:
+        """Fill the bitmasks.
+
+        first: first row of each sequence.
+        bitmasks: [rows, octets_of(vocab)] uint8, zeros at first, at least as many as needed.
+        """
+        self.rows, self.ends = list[int](), list[tuple[_Matched, TokenBitmask]]()
+        self.errors, self.followed = dict[int, EngineError](), dict[int, int]()
+        while first:
+            some = bitmasks[len(self.rows) :][: len(first)]
+            problems = _fill_bitmasks(grammars, first, some)
+            self.rows += [matched.row for matched in first]
+            triples = zip(first, some, problems, strict=True)
+            behind = [self._next(*triple) for triple in triples]
+            first = [matched for matched in behind if matched is not None]
+
+    def failed(self, matched: _Matched, error: EngineError) -> None:
+        """Record that no token can be sampled in a row.
+
+        A row behind drafted tokens is given up: if it is reached, its error comes in the next step.
+        """
+        if matched.ahead:
+            self.followed[matched.row - matched.ahead] = matched.ahead - 1
+        else:
+            self.errors[matched.row] = error
+
+    def _next(
+        self, matched: _Matched, bitmask: TokenBitmask, problem: EngineError | None
+    ) -> _Matched | None:
+        """Return the row behind the row's drafted token; None if there is none to be masked."""
+        if problem is not None:
+            bitmask[:] = 255  # the row's token is ignored
+            self.failed(matched, problem)
+            return None
+        if matched.drafted or matched.ahead:
+            self.followed[matched.row - matched.ahead] = matched.ahead
+        if matched.drafted and _allows(matched.drafted[0], bitmask):
+            return matched.behind_draft()
+        self.ends.append((matched, bitmask))
+        return None
 
 
 def allowed_tokens(
-    grammars: Grammars | None, sequences: list[Sequence], logits: torch.Tensor, budget: ForcedBudget
+    grammars: Grammars | None, chunks: list[Chunk], logits: torch.Tensor, budget: ForcedBudget
 ) -> AllowedTokens:
     """Ask the grammars of a step's sequences for the allowed tokens, by row.
 
@@ -61,35 +139,31 @@ def allowed_tokens(
     all tokens of its output so far.
 
     grammars: None on an engine without grammars.
-    sequences: sequence of each row of the logits.
+    chunks: the step's chunks in the order of the batch.
     logits: [rows, vocab], the step's logits; only their width and device are used.
     budget: bounds the forced tokens of the next step.
     """
-    matched = [
-        _Matched(row, s, s.matcher)
-        for row, s in enumerate(sequences)
-        if s.matcher is not None and s.status is not SequenceStatus.FINISHED
-    ]
-    if grammars is None or not matched:
-        return AllowedTokens([], None, {}, {})
-    vocab = logits.shape[-1]
-    held = zeros_to_upload((len(matched), octets_of(vocab)), torch.uint8, logits.device)
-    bitmasks: TokenBitmask = held.numpy()
-    problems = _fill_bitmasks(grammars, matched, bitmasks)
-    errors = {m.row: e for m, e in zip(matched, problems, strict=True) if e is not None}
-    for bitmask, problem in zip(bitmasks, problems, strict=True):
-        if problem is not None:
-            bitmask[:] = 255  # the row fails: its token is ignored
-    decoding = list(dict.fromkeys(sequences))
+    first, row = list[_Matched](), 0
+    for chunk in chunks:
+        sequence, matcher = chunk.sequence, chunk.sequence.matcher
+        finished = sequence.status is SequenceStatus.FINISHED
+        if chunk.completes and matcher is not None and not finished:
+            first.append(_Matched(row, sequence, matcher, chunk.drafted))
+        row += chunk.rows
+    if grammars is None or not first:
+        return AllowedTokens([], None, {}, {}, {})
+    vocab, most = logits.shape[-1], sum(1 + len(matched.drafted) for matched in first)
+    held = zeros_to_upload((most, octets_of(vocab)), torch.uint8, logits.device)
+    masks = _Masks(grammars, first, held.numpy())
+    decoding = [chunk.sequence for chunk in chunks if chunk.completes]
     taken, forced = _ForcedTokens(budget, decoding, vocab), dict[int, tuple[int, ...]]()
-    for m, bitmask in budget.rotated(list(zip(matched, bitmasks, strict=True))):
-        if m.row not in errors:
-            try:
-                forced[m.row] = taken.take(m, bitmask)
-            except BaseException as error:  # a panic in Rust is no Exception
-                errors[m.row] = grammar_error(error, m.sequence.request.request_id)
+    for matched, bitmask in budget.rotated(masks.ends):
+        try:
+            forced[matched.row] = taken.take(matched, bitmask)
+        except BaseException as error:  # a panic in Rust is no Exception
+            masks.failed(matched, grammar_error(error, matched.sequence.request.request_id))
     taken.close()
-    return AllowedTokens([m.row for m in matched], held, errors, forced)
+    return AllowedTokens(masks.rows, held[: len(masks.rows)], masks.errors, forced, masks.followed)
 
 
 class _ForcedTokens:
@@ -137,8 +211,8 @@ class _ForcedTokens:
         sequence = matched.sequence
         if self._tokens <= 0 or self._sequences <= 0 or not _may_force(sequence):
             return ()
-        length = sequence.length + self._tokens  # at most, when they are computed
-        left = sequence.max_tokens - sequence.output_length - 1
+        length = sequence.length + matched.ahead + self._tokens  # at most, when they are computed
+        left = sequence.max_tokens - sequence.output_length - matched.ahead - 1
         most = min(left, self._tokens, (self._seen - 1) // length - 1)
         tokens = matched.matcher.forced_tokens() if most > 0 else ()
         if len(tokens) < 2 or not _allows_only(tokens[0], bitmask):
@@ -158,6 +232,10 @@ def _may_force(sequence: Sequence) -> bool:
     return sequence.matcher is not None and not params.changes_logits and params.logprobs is None
 
 
+def _allows(token: int, bitmask: TokenBitmask) -> bool:
+    return bool(bitmask[token // 8] >> token % 8 & 1)
+
+
 def _allows_only(token: int, bitmask: TokenBitmask) -> bool:
     return np.count_nonzero(bitmask) == 1 and bool(bitmask[token // 8] == 1 << token % 8)
 
@@ -174,7 +252,7 @@ def _fill_bitmasks(
     try:
         problems = grammars.fill_bitmasks([m.matcher for m in matched], bitmasks)
         for m, bitmask in zip(matched, bitmasks, strict=True):
-            _set_stop_ids(m.sequence, m.matcher, bitmask)
+            _set_stop_ids(m, bitmask)
         largest = bitmasks.max(axis=1)
         return [
             p or (None if most else _stuck()) for p, most in zip(problems, largest, strict=True)
@@ -194,21 +272,22 @@ def _stuck() -> InvalidRequest:
     return InvalidRequest("the grammar reached a state that no token can follow")
 
 
-def _set_stop_ids(sequence: Sequence, matcher: Matcher, bitmask: TokenBitmask) -> None:
+def _set_stop_ids(matched: _Matched, bitmask: TokenBitmask) -> None:
     """Allow stop ids where the output may end, and forbid them below min_tokens.
 
     Below min_tokens they remain allowed if no other token can follow.
 
-    bitmask: tokens that the matcher allows in the sequence's row; changed in place.
+    bitmask: tokens that the matcher allows in the row; changed in place.
     """
+    sequence = matched.sequence
     stops = [(token // 8, 1 << token % 8) for token in sequence.stop_ids]
-    if sequence.below_min_tokens:
+    if sequence.output_length + matched.ahead < sequence.request.sampling.min_tokens:
         others = bitmask.copy()
         for octet, bit in stops:
             others[octet] &= 255 ^ bit
         if others.max():
             bitmask[:] = others
             return
-    if matcher.may_end:
+    if matched.matcher.may_end:
         for octet, bit in stops:
             bitmask[octet] |= bit

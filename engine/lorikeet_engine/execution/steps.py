@@ -280,7 +280,7 @@ class InFlightStep:
     sample: tokens that the step samples.
     scores: scores of the step's prompts; None if no prompt is scored.
     pooled: values of the step's prompts; None if no prompt is pooled.
-    forced: by row of the logits, the tokens that the grammar requires after the sampled token.
+    forced, followed: as in AllowedTokens.
     """
 
     chunks: list[Chunk]
@@ -289,6 +289,7 @@ class InFlightStep:
     scores: PromptScores | None
     pooled: PooledPrompts | None
     forced: Mapping[int, tuple[int, ...]]
+    followed: Mapping[int, int]
 
 
 def compute(
@@ -335,7 +336,7 @@ def sample(
     """
     sequences, logits = forward.sequences, forward.logits
     special = {i: sequence for i, sequence in enumerate(sequences) if not sequence.plain_sampling}
-    allowed = allowed_tokens(grammars, sequences, logits, budget)
+    allowed = allowed_tokens(grammars, forward.chunks, logits, budget)
     for sequence in special.values():
         _count_tokens(sampler, sequence)
     rows = list[SamplingRow]()
@@ -354,7 +355,13 @@ def sample(
     reported = [each for each in (logprobs, processed) if each is not None]
     pending = PendingSample(sequences, tokens, reported, allowed.errors)
     return InFlightStep(
-        forward.chunks, pending, forward.launch, forward.scores, forward.pooled, allowed.forced
+        forward.chunks,
+        pending,
+        forward.launch,
+        forward.scores,
+        forward.pooled,
+        allowed.forced,
+        allowed.followed,
     )
 
 

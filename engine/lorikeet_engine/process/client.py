@@ -58,8 +58,9 @@ class EngineProcessClient:
         on_outputs: called with each step's outputs.
         on_ended: called once, as the last callback, if the process ends without `close`. The
             argument is the error with which all open requests fail.
-        on_status: called with each new status, at most ten times a second. The first status comes
-            before the constructor returns, and names every adapter that is nearer than remote.
+        on_status: called with each status that the engine reports: at most ten a second, and two
+            a second while it works. The first status comes before the constructor returns, and
+            names every adapter that is nearer than remote.
         step_timeout_s: time after which a step counts as hanging, and the process ends.
 
         All callbacks are called on a thread of the client's own, and must not block.
@@ -70,6 +71,7 @@ class EngineProcessClient:
         self._lock = threading.Lock()  # guards the four below
         self._pending: deque[_PendingCall] = deque()
         self._replied_s = 0.0  # when the last reply came
+        self._reported_s = 0.0  # when the last status came
         self._closing = False
         self._error: EngineClosed | None = None
         self._status: EngineStatus  # received before info
@@ -94,21 +96,24 @@ class EngineProcessClient:
 
     @property
     def silent_s(self) -> float:
-        """Seconds for which the engine has not replied although a call waits; 0 if no call waits.
+        """Seconds for which the engine has given no sign of life: has reported no status, or has
+        not replied although a call waits.
 
-        A working engine replies to each call within milliseconds, however many wait.
+        A working engine reports every half second, and replies to each call within milliseconds,
+        however many wait.
         """
         with self._lock:
-            if not self._pending:
-                return 0.0
-            return time.monotonic() - max(self._pending[0].at_s, self._replied_s)
+            heard_s = self._reported_s
+            if self._pending:
+                heard_s = min(heard_s, max(self._pending[0].at_s, self._replied_s))
+        return time.monotonic() - heard_s
 
     @property
     def status(self) -> EngineStatus:
         """Status that the engine reported last, at most a tenth of a second old.
 
-        Values that change without an event, such as waiting times and recent uses, may be a second
-        old. Raises EngineClosed once the engine process has ended.
+        Values that change without an event, such as waiting times and recent uses, may be half a
+        second old. Raises EngineClosed once the engine process has ended.
         """
         if self._error is not None:
             raise self._error
@@ -209,7 +214,7 @@ class EngineProcessClient:
             case Reply():
                 self._complete(message)
             case EngineStatus():
-                self._status = message
+                self._status, self._reported_s = message, time.monotonic()
                 _notify(self._on_status, message)
             case rows:
                 _notify(self._on_outputs, from_rows(rows))

@@ -2,7 +2,7 @@
 
 The main thread takes the calls of client.py and replies to them. An EngineLoop steps the engine on
 a thread of its own; the outputs of each step go back to client.py through wire.py. A StatusReporter
-sends each changed status on a third thread.
+sends the status on a third thread, as a sign that the engine works.
 """
 
 import ctypes
@@ -37,7 +37,13 @@ _SWITCH_S = 0.5e-3
 Python's default is 5 ms.
 """
 _MIN_REPORT_INTERVAL_S = 0.1  # between two reports
-_STATUS_POLL_S = 1.0  # waits, and counts of recent uses, change without an event
+_HEARTBEAT_S = 0.5  # longest time between two reports of an engine that works
+_LONG_STEP_S = 5.0
+"""Seconds after which a step on a GPU counts as not working.
+
+Steps on GPUs take at most about a second: prompts are computed in parts, and no kernel is compiled
+in a step. Steps on CPUs may take any time.
+"""
 
 
 def main() -> None:
@@ -69,7 +75,9 @@ def _serve(calls: Connection, sender: MessageSender) -> None:
     gc.freeze()  # objects that exist now stay: no collection in a step walks through them
     _leave_cores()
     loop = EngineLoop(engine, lambda outputs: sender.send(to_rows(outputs)), step_timeout_s)
-    reporter = StatusReporter(engine, sender.send)
+    on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    longest_s = _LONG_STEP_S if on_gpu else step_timeout_s
+    reporter = StatusReporter(engine, sender.send, lambda: loop.step_s < longest_s)
     reporter.start()  # before the reply: a client that has the reply has a status, too
     sender.send(Reply(engine.info))
     loop.start()
@@ -130,6 +138,11 @@ class EngineLoop:
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="lorikeet-engine", daemon=True)
 
+    @property
+    def step_s(self) -> float:
+        """Seconds since the current step began; 0 between steps."""
+        return self._watchdog.step_s
+
     def start(self) -> None:
         """Start the thread that steps the engine, and the watchdog."""
         self._watchdog.start()
@@ -177,23 +190,28 @@ class EngineLoop:
 
 
 class StatusReporter:
-    """Thread that reports an engine's status when it has changed.
+    """Thread that reports an engine's status, at least every _HEARTBEAT_S while the engine works.
 
     A change is reported at once, or a tenth of a second after the last report if that is later.
 
-    report: called with each status that differs from the last one. Must not block. The first call
-        is made by `start`, and has every adapter that is nearer than remote in `moved`; later calls
-        are made on this thread.
+    report: called with each status. Must not block. The first call is made by `start`, and has
+        every adapter that is nearer than remote in `moved`; later calls are made on this thread.
+    works: returns whether the engine works. Nothing is reported while it returns False.
     """
 
-    def __init__(self, engine: Engine, report: Callable[[EngineStatus], None]) -> None:
-        self._engine, self._report = engine, report
+    def __init__(
+        self,
+        engine: Engine,
+        report: Callable[[EngineStatus], None],
+        works: Callable[[], bool] = lambda: True,
+    ) -> None:
+        self._engine, self._report, self._works = engine, report, works
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="lorikeet-reporter", daemon=True)
 
     def start(self) -> None:
-        """Report the status once, then start the thread that watches for changes."""
-        self._report_changes()
+        """Report the status once, then start the thread that reports it again."""
+        self._report(self._engine.report())
         self._thread.start()
 
     def close(self) -> None:
@@ -204,17 +222,13 @@ class StatusReporter:
 
     def _run(self) -> None:
         while not self._closing.wait(_MIN_REPORT_INTERVAL_S):
-            self._engine.changed.wait(_STATUS_POLL_S)
+            self._engine.changed.wait(_HEARTBEAT_S)
             self._engine.changed.clear()
             try:
-                self._report_changes()
+                if self._works():
+                    self._report(self._engine.report())
             except Exception:
                 log.exception("status_not_reported")
-
-    def _report_changes(self) -> None:
-        status = self._engine.changed_status()
-        if status is not None:
-            self._report(status)
 
 
 def _reply(call: Callable[..., Any], *arguments: Any) -> Reply:

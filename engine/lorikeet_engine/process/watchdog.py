@@ -43,6 +43,12 @@ class Watchdog:
         if self._thread.is_alive():
             self._thread.join()
 
+    @property
+    def step_s(self) -> float:
+        """Seconds since the current step began; 0 between steps."""
+        began_s = self._began_s
+        return 0.0 if began_s is None else time.monotonic() - began_s
+
     def __enter__(self) -> None:
         self._began_s = time.monotonic()
 
@@ -52,9 +58,8 @@ class Watchdog:
     def _run(self) -> None:
         while not self._stopped.wait(self._timeout_s / _CHECKS):
             self._postpone_exit()
-            began_s = self._began_s
-            if began_s is not None and time.monotonic() - began_s > self._timeout_s:
-                self._end(time.monotonic() - began_s)
+            if (step_s := self.step_s) > self._timeout_s:
+                self._end(step_s)
         faulthandler.cancel_dump_traceback_later()
 
     def _postpone_exit(self) -> None:

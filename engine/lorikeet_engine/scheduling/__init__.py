@@ -15,7 +15,8 @@ kv_cache        finds cached prefixes and allocates KV pages: page_pool owns the
 preemption      chooses running sequences that give up their slots and pages to another tenant.
                 Their tokens are computed again later.
 step_budget     bounds the time of a step's prompt tokens, and its ranks for the inter-token goal.
-prompt_lookup   predicts tokens of an answer that repeats its prompt or itself.
+prompt_lookup   predicts tokens of an answer that repeats its prompt or itself, or that resembles
+                its adapter's recent_answers.
 draft_budget    chooses the predicted tokens that a step verifies.
 forced_budget   bounds the tokens that grammars force in steps shared with other requests.
 step_counters   counts steps and tokens.

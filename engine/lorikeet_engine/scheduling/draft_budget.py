@@ -8,8 +8,9 @@ tokens: the same ones as without drafts. The keys and values behind the first di
 written anew.
 
 How many tokens a drafting sequence gets is known only once the host has read them, so the sequence
-takes no part in the step that is launched meanwhile. With N decodes, of which D have a draft, and K
-drafted tokens, of which E are expected to come true, all decodes drafting get
+takes no part in the step that is launched meanwhile. With N tokens of decodes, forced ones
+included, of which sequences with a draft have D, and K drafted tokens, of which E are expected to
+come true, all decodes drafting get
 
     (N + E) / (step_s(N + K) + _GAP_S)    instead of    N / step_s(N)
 
@@ -18,6 +19,10 @@ tokens a second. If there are others, whose next step does not wait, they get
     (2 N − D + E) / (step_s(N + K) + step_s(N))
 
 and the step with drafts may take only little longer than without.
+
+In a model with delta nets, a rejected token spoils the state. The state before the step is copied,
+and the next step computes the step's tokens up to the first rejected one again. On CUDA, both steps
+run as several graphs, which take pieces_s longer each.
 """
 
 import math
@@ -25,6 +30,8 @@ from itertools import islice, takewhile
 from typing import NamedTuple
 
 from lorikeet_engine.costs import StepCosts
+from lorikeet_engine.scheduling.forced_budget import ForcedPieces
+from lorikeet_engine.scheduling.recent_answers import RecentAnswers
 from lorikeet_engine.scheduling.sequence import Sequence
 
 MOST_DRAFTED = 8
@@ -44,8 +51,8 @@ class _Draft(NamedTuple):
     """Draft of one sequence.
 
     acceptance: probability that a token comes true if all tokens before it do.
-    skipped: number of predicted tokens before the first drafted one: 1 if the host has not read the
-        sequence's last token yet.
+    skipped: number of predicted tokens before the first drafted one that may be wrong: 1 if the
+        host has not read the sequence's last token yet.
     """
 
     sequence: Sequence
@@ -60,18 +67,35 @@ class _Draft(NamedTuple):
 
 
 class DraftBudget:
-    """Choice of drafts by each sequence's acceptance so far and the costs of steps."""
+    """Choice of drafts by each sequence's acceptance so far and the costs of steps.
+
+    answers: recent answers of adapters, in which drafts are found.
+    """
 
     def __init__(
-        self, costs: StepCosts, sizes: tuple[int, ...] = (), goal_s: float | None = None
+        self,
+        costs: StepCosts,
+        sizes: tuple[int, ...] = (),
+        goal_s: float | None = None,
+        pieces: ForcedPieces | None = None,
     ) -> None:
         """Take what predicts and what bounds the time of steps.
 
         sizes: numbers of tokens to which small steps are padded, ascending; empty without padding.
         goal_s: longest time that a step with decodes may take; None: no goal.
+        pieces: steps with several tokens of a sequence, if they are not small steps; None: they
+            are.
         """
-        self._costs, self._sizes = costs, sizes
+        self._costs, self._sizes, self._pieces = costs, sizes, pieces
         self._longest_s = math.inf if goal_s is None else goal_s
+        self.answers = RecentAnswers()
+
+    def ended(self, sequence: Sequence) -> None:
+        """Keep the answer of a sequence that has ended, for drafts of its adapter's next ones."""
+        prompt, end = sequence.prompt, sequence.prompt_length
+        answers = self.answers.add(sequence.answers_key, prompt, sequence.tokens[end:])
+        if sequence.lookup is not None:
+            sequence.lookup.end(answers)
 
     def choose(
         self, decodes: list[Sequence], room: int, *, alone: bool
@@ -84,7 +108,9 @@ class DraftBudget:
         """
         if room <= 0:
             return {}
-        drafts = [draft for each in decodes if (draft := _draft_of(each)) is not None]
+        drafts = [draft for each in decodes if (draft := self._draft_of(each)) is not None]
+        if self._pieces is not None and len(drafts) > self._pieces.sequences:
+            return {}
         counts = dict[Sequence, int]()
         if drafts and alone and len(drafts) == len(decodes):
             tokens = ((odds, draft) for draft in drafts for odds in draft.odds())
@@ -110,7 +136,8 @@ class DraftBudget:
             is accepted and its draft.
         together: whether all sequences must have a draft, so that none computes in the next step.
         """
-        count, context = len(decodes), sum(self._costs.decode_sees(s.length) for s in decodes)
+        count = sum(sequence.decode_tokens for sequence in decodes)
+        context = sum(self._costs.decode_sees(sequence.length) for sequence in decodes)
         plain_s = self._step_s(count, 0, context)
         best, most = dict[Sequence, int](), _LEAST_GAIN * count / plain_s
         counts, expected, begin = dict[Sequence, int](), 0.0, 0
@@ -122,8 +149,9 @@ class DraftBudget:
             if step_s > self._longest_s or (not together and step_s > _LONGEST * plain_s):
                 break
             if not together:
-                per_s = (2 * count - len(counts) + expected) / (step_s + plain_s)
-            elif len(counts) == count:
+                drafting = sum(sequence.decode_tokens for sequence in counts)
+                per_s = (2 * count - drafting + expected) / (step_s + plain_s)
+            elif len(counts) == len(decodes):
                 per_s = (count + expected) / (step_s + _GAP_S)
             else:
                 continue
@@ -134,34 +162,51 @@ class DraftBudget:
     def _ends(self, decodes: int, most: int) -> list[int]:
         """Return the numbers of drafted tokens to consider, ascending: those that fill a step up to
         a size to which it is padded, and all tokens.
+
+        decodes: number of tokens of decodes.
+        most: number of all drafted tokens.
         """
-        sizes = self._sizes or tuple(decodes << power for power in range(1, 4))
+        sizes = self._sizes if self._pieces is None else self._pieces.sizes
+        sizes = sizes or tuple(decodes << power for power in range(1, 4))
         return sorted({min(size - decodes, most) for size in sizes if size > decodes} | {most})
 
     def _step_s(self, decodes: int, drafted: int, context: float) -> float:
         """Return the seconds of a step.
 
+        decodes: number of tokens of decodes.
         drafted: number of drafted tokens.
         context: number of tokens that the decodes attend to.
         """
-        tokens = decodes + drafted
-        padded = next((size for size in self._sizes if size >= tokens), tokens)
-        seen = round(drafted * context / decodes)
-        return self._costs.step_s(padded, 0, context, seen=seen)
+        tokens, costs, pieces = decodes + drafted, self._costs, self._pieces
+        in_pieces = pieces is not None and drafted > 0
+        sizes = pieces.sizes if pieces is not None and drafted > 0 else self._sizes
+        padded = next((size for size in sizes if size >= tokens), tokens)
+        seen = drafted * context / decodes
+        if in_pieces:
+            more_s = 2 * costs.pieces_s  # the next step mostly computes tokens again
+            return costs.step_s(padded, 0, context) + costs.prompt_seen_s * seen + more_s
+        return costs.step_s(padded, 0, context, seen=round(seen))
 
+    def _draft_of(self, sequence: Sequence) -> _Draft | None:
+        """Return the draft of a decoding sequence; None if it cannot have any.
 
-def _draft_of(sequence: Sequence) -> _Draft | None:
-    """Return the draft of a decoding sequence; None if it cannot have any.
-
-    Grammars force tokens themselves, and restrict each token by those before it. Sequences in the
-    background get only what others leave.
-    """
-    if sequence.matcher is not None or sequence.background or not sequence.output_length:
-        return None
-    lookup, skipped = sequence.lookup or sequence.begin_lookup(), len(sequence.pending_rows)
-    most = min(MOST_DRAFTED, sequence.max_tokens - sequence.output_length - 1)
-    if most <= 0 or lookup.acceptance < _LEAST_ACCEPTANCE:
-        most = -skipped
-    predicted = lookup.predict(skipped + most)[skipped:]
-    tokens = list(takewhile(lambda token: token not in sequence.stop_ids, predicted))
-    return _Draft(sequence, tokens, lookup.acceptance, skipped) if tokens else None
+        Sequences in the background have none: they get only what others leave.
+        """
+        if sequence.background or not sequence.output_length:
+            return None
+        lookup, forced = sequence.lookup, sequence.forced
+        if lookup is None:
+            lookup = sequence.begin_lookup(self.answers.of(sequence.answers_key))
+        skipped = len(sequence.pending_rows)
+        first = skipped + len(forced)  # of the predicted tokens that may be drafted
+        most = min(MOST_DRAFTED, sequence.max_tokens - sequence.output_length - 1)
+        predicted = lookup.predict(first + most if most > 0 else 0)
+        if lookup.acceptance < _LEAST_ACCEPTANCE:
+            return None
+        sequence.drafted_from = lookup.source
+        if forced:
+            if tuple(predicted[skipped:first]) != forced:
+                return None
+            skipped = 0  # before forced tokens, no other token could be sampled
+        tokens = list(takewhile(lambda token: token not in sequence.stop_ids, predicted[first:]))
+        return _Draft(sequence, tokens, lookup.acceptance, skipped) if tokens else None

@@ -104,7 +104,7 @@ class ForcedBudget:
 
         rows: values of any type, one for each sequence that may get forced tokens.
         """
-        first = self._turns % len(rows)
+        first = self._turns % max(1, len(rows))
         self._turns += 1
         return rows[first:] + rows[:first]
 

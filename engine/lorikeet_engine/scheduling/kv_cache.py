@@ -123,12 +123,14 @@ class StateUse(NamedTuple):
     saves: states to copy to the cache during the step.
     copy: slot of the cache into which the state in `slot` is copied before the step; None: nothing
         is copied.
+    backup: slot like `copy`, to which the state goes back if a drafted token is rejected.
     """
 
     slot: int
     restore: int | None
     saves: tuple[StateSave, ...]
     copy: int | None = None
+    backup: int | None = None
 
 
 class SequencePages:
@@ -155,6 +157,8 @@ class SequencePages:
         state replaces; 0: there is none.
     restore: slot of the cached state with which the sequence's first step begins; None if there is
         none, or once that step is planned.
+    backup: slot for the state before a step with drafted tokens; None without such a step.
+    rolled_back: whether the next step begins with the state in `backup`.
     tokens: tokens that the host knows, at first the prompt; new ones are only appended.
     tenant: tenant for whom the tokens are computed.
     fetch: last fetch of pages from host memory that the sequence waited for; None if there was none
@@ -170,6 +174,7 @@ class SequencePages:
         "announced",
         "answered",
         "awaited",
+        "backup",
         "cached_before",
         "computed",
         "fetch",
@@ -177,6 +182,7 @@ class SequencePages:
         "has_fetched",
         "pages",
         "restore",
+        "rolled_back",
         "save_at",
         "saved",
         "saving",
@@ -198,6 +204,8 @@ class SequencePages:
         self.awaited: bytes | None = None
         self.state: int | None = None
         self.restore: int | None = None
+        self.backup: int | None = None
+        self.rolled_back = False
         self.save_at: tuple[int, ...] = ()
         self.saving: dict[int, int] = {}
         self.saved = self.answered = 0
@@ -479,6 +487,7 @@ class KVCache(PagePool):
         self._release_all(kv.pages)
         if self.states is not None and kv.state is not None:
             self._take_restore(kv)
+            self.drop_backup(kv)
             for slot in (kv.state, *kv.saving.values()):
                 self.states.release(slot)
             kv.state, kv.save_at, kv.saving = None, (), {}
@@ -486,7 +495,30 @@ class KVCache(PagePool):
         kv.pages, kv.fetch, kv.has_fetched = [], None, False
         kv.first = kv.computed = kv.written = kv.announced = 0
 
-    def state_use(self, kv: SequencePages, start: int, end: int) -> StateUse:
+    def back_up_state(self, kv: SequencePages) -> bool:
+        """Reserve a slot for the state before the next step, whose drafted tokens may be rejected.
+
+        Returns False if no slot is free. A model without delta nets needs no slot.
+        """
+        if self.states is not None and kv.backup is None:
+            kv.backup = self.states.take_to_save()
+            return kv.backup is not None
+        return True
+
+    def roll_back(self, kv: SequencePages, start: int) -> None:
+        """Have the next step compute again from token `start` on, with the state in the backup."""
+        assert kv.backup is not None, "a drafted token without a backup of the state"
+        kv.rolled_back, kv.computed = True, start
+
+    def drop_backup(self, kv: SequencePages) -> None:
+        """Release the backup of a sequence's state, if there is one."""
+        if self.states is not None and kv.backup is not None:
+            self.states.release(kv.backup)
+        kv.backup, kv.rolled_back = None, False
+
+    def state_use(
+        self, kv: SequencePages, start: int, end: int, *, drafted: bool = False
+    ) -> StateUse:
         """Return the use that the next step makes of a sequence's state, in a model with delta
         nets.
 
@@ -494,9 +526,16 @@ class KVCache(PagePool):
         (`state_piece`) of the step's tokens is saved before that piece instead, since kernels have
         states only after whole pieces. If no slot is free, no state is saved.
 
-        start, end: the tokens of the sequence that the step computes.
+        start, end: the tokens of the sequence that the step computes, without drafted ones.
+        drafted: whether the step has drafted tokens; back_up_state must have reserved a slot then.
         """
         assert self.states is not None
+        if kv.rolled_back:
+            assert kv.state is not None, "a step of a sequence without a state"
+            kv.rolled_back, restore = False, kv.backup
+            if not drafted:
+                self.drop_backup(kv)  # the step reads it before it writes another state there
+            return StateUse(kv.state, restore, ())
         assert kv.state is not None, "a step of a sequence without a state"
         saves, copy = list[StateSave](), None
         in_answer = start >= kv.announced * self.page_size
@@ -509,7 +548,7 @@ class KVCache(PagePool):
             slot = self._take_to_save(kv, behind)
             if slot is not None:
                 saves.append(StateSave(behind - start, slot))
-        return StateUse(kv.state, self._take_restore(kv), tuple(saves), copy)
+        return StateUse(kv.state, self._take_restore(kv), tuple(saves), copy, kv.backup)
 
     def forget_keys(self, keys: Iterable[bytes]) -> None:
         """Remove these keys in all groups, so that no sequence finds their pages and states."""

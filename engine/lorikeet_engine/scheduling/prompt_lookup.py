@@ -1,14 +1,18 @@
-"""Drafts of a sequence's next tokens, found in the sequence itself (prompt lookup decoding).
+"""Drafts of a sequence's next tokens, found in the sequence itself (prompt lookup decoding) or in
+its adapter's recent answers.
 
-Answers that extract from or edit their prompt repeat it. So the tokens that followed an earlier
-occurrence of a sequence's last tokens are likely to follow again (Saxena, "Prompt Lookup Decoding",
-2023). A lookup reads the tokens of its own sequence only, so a draft never contains another
-tenant's text.
+Answers that extract from or edit their prompt repeat it, and answers of one adapter resemble each
+other. So the tokens that followed an earlier occurrence of a sequence's last tokens are likely to
+follow again (Saxena, "Prompt Lookup Decoding", 2023). Recent answers are those to the same tenant
+with the same adapter (recent_answers.py), so a draft never contains another tenant's text.
 """
 
 from collections.abc import Iterable, Sequence
 
 import numpy as np
+
+from lorikeet_engine.request import DraftSource
+from lorikeet_engine.scheduling.recent_answers import END, AdapterAnswers, Tokens
 
 # Tokens that must have occurred before, for a draft to be made of what followed them.
 _SHORTEST, _LONGEST = 2, 4
@@ -27,31 +31,43 @@ class PromptLookup:
 
     While predictions come true, the lookup follows the occurrence that it has found. Every token of
     the sequence is compared with its prediction, drafted or not, so the acceptance is known before
-    the first draft.
+    the first draft. It begins with that of the adapter's last answers.
 
-    acceptance: moving average, from 0 to 1, of how often a prediction came true.
+    source: text in which the latest prediction was found.
     """
 
-    def __init__(self, tokens: Sequence[int], room: int) -> None:
+    def __init__(
+        self, tokens: Sequence[int], room: int, answers: AdapterAnswers | None = None
+    ) -> None:
         """Start with the tokens that a sequence has.
 
         room: number of tokens that may follow.
+        answers: recent answers to the same tenant with the same adapter; None: none are searched.
         """
         known = tokens[-_WINDOW:]
         self._tokens = np.empty(len(known) + room, np.int32)
         self._tokens[: len(known)] = known
         self._length = len(known)
-        self._next: int | None = None  # index of the token that is predicted to come next
+        self._answers = AdapterAnswers() if answers is None else answers
+        self._acceptance = dict(self._answers.acceptance)
+        self.source, self._followed = DraftSource.LOOKUP, self._tokens
+        self._next: int | None = None  # index in _followed of the token predicted to come next
         self._failures = 0  # since the last prediction that came true
         self._search_at = 0  # number of tokens from which to search again
-        self.acceptance = 0.0
+
+    @property
+    def acceptance(self) -> float:
+        """Moving average, from 0 to 1, of how often a prediction from `source` came true."""
+        return self._acceptance[self.source]
 
     def extend(self, tokens: Iterable[int]) -> None:
         """Append tokens of the sequence, each of which is compared with its prediction."""
         for token in tokens:
+            if self._next is not None and self._followed[self._next] == END:
+                self._next = None  # the answer that was followed ended here
             if self._next is not None:
-                came = bool(self._tokens[self._next] == token)
-                self.acceptance += _NEWEST * (came - self.acceptance)
+                came = bool(self._followed[self._next] == token)
+                self._acceptance[self.source] += _NEWEST * (came - self.acceptance)
                 if came:
                     self._next, self._failures = self._next + 1, 0
                 else:
@@ -62,8 +78,8 @@ class PromptLookup:
     def predict(self, most: int) -> list[int]:
         """Return the next `most` tokens; [] if no earlier occurrence of the last tokens is found.
 
-        If fewer tokens followed the earlier occurrence, they are repeated, since the sequence
-        repeats itself.
+        If fewer tokens followed the occurrence in the sequence itself, they are repeated, since the
+        sequence repeats itself. A prediction from an earlier answer ends where that answer ends.
         """
         if self._next is None and self._length >= self._search_at:
             self._next = self._found()
@@ -71,32 +87,60 @@ class PromptLookup:
                 self._fail()
         if self._next is None:
             return []
-        followed = self._tokens[self._next : min(self._length, self._next + most)]
-        if len(followed) < most:
-            followed = np.resize(followed, most)
+        if self.source is DraftSource.ANSWERS:
+            followed = self._followed[self._next : self._next + most]
+            (ends,) = np.nonzero(followed == END)
+            followed = followed[: ends[0]] if len(ends) else followed
+        else:
+            followed = self._tokens[self._next : min(self._length, self._next + most)]
+            if len(followed) < most:
+                followed = np.resize(followed, most)
         predicted: list[int] = followed.tolist()
         return predicted
 
+    def end(self, answers: AdapterAnswers) -> None:
+        """Include the acceptance of the sequence, which has ended, in its adapter's."""
+        for source, acceptance in self._acceptance.items():
+            answers.record(source, acceptance)
+
     def _found(self) -> int | None:
-        """Return the index of the token after the latest of the longest earlier occurrences of the
-        last tokens; None if there is none of at least _SHORTEST tokens.
+        """Find the latest of the longest earlier occurrences of the last tokens, in the sequence
+        or, if it is longer there, in recent answers.
+
+        Returns the index of the token after it in _followed, which is set with `source`; None if
+        there is none of at least _SHORTEST tokens.
         """
-        known = self._tokens[max(0, self._length - _WINDOW) : self._length]
-        (ends,) = np.nonzero(known[:-1] == known[-1:])
-        if not len(ends):
-            return None
-        ends = ends[-_OCCURRENCES:]
-        for length in range(1, _LONGEST):  # tokens that are known to be equal
-            ends_before = ends[ends >= length]
-            longer = ends_before[known[ends_before - length] == known[-1 - length]]
-            if not len(longer):
-                if length < _SHORTEST:
-                    return None
-                break
-            ends = longer
-        return int(ends[-1]) + 1 + self._length - len(known)
+        first = max(0, self._length - _WINDOW)
+        last = self._tokens[max(first, self._length - _LONGEST) : self._length]
+        longest, at = _occurrence(self._tokens[first : self._length - 1], last)
+        self.source, self._followed, at = DraftSource.LOOKUP, self._tokens, first + at
+        if longest < _LONGEST:
+            length, end = _occurrence(self._answers.tokens, last)
+            if length > longest:
+                self.source, self._followed = DraftSource.ANSWERS, self._answers.tokens
+                longest, at = length, end
+        return at if longest >= _SHORTEST else None
 
     def _fail(self) -> None:
         self._next = None
         self._search_at = self._length + min(self._failures, _PAUSE)
         self._failures += 1
+
+
+def _occurrence(text: Tokens, last: Tokens) -> tuple[int, int]:
+    """Find the latest of the longest occurrences of a sequence's last tokens in a text.
+
+    Returns the number of tokens that are equal, up to _LONGEST, and the index after them; (0, 0) if
+    the last token does not occur.
+    """
+    (ends,) = np.nonzero(text == last[-1])
+    if not len(ends):
+        return 0, 0
+    ends, length = ends[-_OCCURRENCES:], 1
+    while length < len(last):
+        before = ends[ends >= length]
+        longer = before[text[before - length] == last[-1 - length]]
+        if not len(longer):
+            break
+        ends, length = longer, length + 1
+    return length, int(ends[-1]) + 1

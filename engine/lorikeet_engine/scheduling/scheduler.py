@@ -241,7 +241,7 @@ class Scheduler:
 
         chunks: chunks in the order of the batch.
         forced: by row of the step's logits, the tokens that the grammar requires after the token
-            sampled from the row.
+            sampled from the row. Those behind drafted tokens come with `verified`.
         """
         row = tokens = 0
         for chunk in chunks:
@@ -249,7 +249,7 @@ class Scheduler:
             sequence.kv.computed = chunk.end - drafted
             sequence.timings.steps += 1
             if chunk.completes:
-                sequence.add_pending(row, forced.get(row, ()))
+                sequence.add_pending(row, () if drafted else forced.get(row, ()))
                 sequence.awaits_verification = drafted > 0
                 cost = OUTPUT_TOKEN * sequence.decode_tokens + PROMPT_TOKEN * drafted
                 sequence.cost.counter.charge(cost)
@@ -257,18 +257,33 @@ class Scheduler:
             row += chunk.rows
         self._throughput.add(OUTPUT_TOKEN * tokens)
 
-    def verified(self, chunk: Chunk, accepted: tuple[int, ...]) -> Chunk:
+    def verified(
+        self, chunk: Chunk, accepted: tuple[int, ...], forced: tuple[int, ...] = ()
+    ) -> Chunk:
         """Record which drafted tokens of a chunk are accepted; return the chunk without the others.
+
+        In a model with delta nets, a rejected token has spoilt the state. Then the returned chunk
+        is empty, and the sequence's next decode computes its tokens again.
 
         accepted: the first of the drafted tokens, those that equal the tokens sampled in their
             place.
+        forced: tokens that the grammar requires after the token sampled behind these.
         """
         sequence, kv, drafted = chunk.sequence, chunk.sequence.kv, len(chunk.drafted)
         chunk = chunk._replace(end=chunk.end - drafted + len(accepted), drafted=accepted)
-        sequence.accept_drafted(accepted)
+        sequence.accept_drafted(accepted, forced)
+        sequence.cost.counter.charge(OUTPUT_TOKEN * len(forced))
         if chunk.pages is kv.pages:  # else preempted since the step was planned
-            kv.computed = chunk.end
-        self._throughput.add(OUTPUT_TOKEN * len(accepted))
+            if self._cache.states is None or len(accepted) == drafted:
+                kv.computed = chunk.end
+                self._cache.drop_backup(kv)
+            else:
+                again = chunk.length  # the next step computes these tokens with the right state
+                self._cache.roll_back(kv, chunk.start)
+                chunk = chunk._replace(end=chunk.start)
+                sequence.decode_tokens += again
+                sequence.cost.counter.charge(PROMPT_TOKEN * again)
+        self._throughput.add(OUTPUT_TOKEN * (len(accepted) + len(forced)))
         self._counters.drafts_verified(sequence, drafted, len(accepted))
         return chunk
 
@@ -291,6 +306,8 @@ class Scheduler:
         preempted = sequence.status is SequenceStatus.PREEMPTED
         (self.waiting if preempted else self.running).remove(sequence)
         self._throughput.answer_ended(sequence.output_length)
+        if self._drafts is not None:
+            self._drafts.ended(sequence)
         self._end(sequence)
 
     def drop(self, matches: Callable[[Sequence], bool]) -> list[Sequence]:
@@ -375,11 +392,11 @@ class Scheduler:
         """Add drafted tokens to the chunks of decodes, if that pays and takes nothing from others.
 
         Where sequences await verification, the others make no drafts, so that all that draft do it
-        in the same steps. Models with delta nets cannot take back states, so they have no drafts.
+        in the same steps.
 
         active: running sequences that still compute tokens.
         """
-        if self._drafts is None or self._cache.states is not None:
+        if self._drafts is None:
             return decodes
         if not decodes or any(sequence.awaits_verification for sequence in active):
             return decodes
@@ -393,7 +410,8 @@ class Scheduler:
         if not self._cache.may_all_grow(len(active) + sum(map(len, drafts.values()))):
             return decodes
         for at, chunk in enumerate(decodes):
-            if drafted := drafts.get(chunk.sequence):
+            drafted = drafts.get(chunk.sequence)
+            if drafted and self._cache.back_up_state(chunk.sequence.kv):
                 end = chunk.end + len(drafted)
                 grown = self._cache.grow(chunk.sequence.kv, end)
                 assert grown, "a draft without KV pages"
@@ -555,7 +573,8 @@ class Scheduler:
         return min(end, begins) if is_whole and sequence.kv.computed < begins else end
 
     def _with_state(self, chunk: Chunk) -> Chunk:
-        state = self._cache.state_use(chunk.sequence.kv, chunk.start, chunk.end)
+        kv, drafted = chunk.sequence.kv, len(chunk.drafted)
+        state = self._cache.state_use(kv, chunk.start, chunk.end - drafted, drafted=drafted > 0)
         return chunk._replace(state=state)
 
     def _begin(self, sequence: Sequence, admission: Admission) -> None:

@@ -11,7 +11,14 @@ from enum import Enum, auto
 from typing import NamedTuple, Protocol
 
 from lorikeet_engine.adapter import Residency
-from lorikeet_engine.request import EngineTimings, FinishReason, MemberLoad, Request
+from lorikeet_engine.request import (
+    DraftCounts,
+    DraftSource,
+    EngineTimings,
+    FinishReason,
+    MemberLoad,
+    Request,
+)
 from lorikeet_engine.sampling.grammar import Matcher
 from lorikeet_engine.sampling.penalties import PenaltySlot
 from lorikeet_engine.scheduling.fairness import SequenceCost
@@ -22,6 +29,7 @@ from lorikeet_engine.scheduling.kv_cache import (
     TokenIds,
 )
 from lorikeet_engine.scheduling.prompt_lookup import PromptLookup
+from lorikeet_engine.scheduling.recent_answers import AdapterAnswers, Key
 
 
 class SequenceStatus(Enum):
@@ -128,8 +136,7 @@ class SequenceTimings:
     host_tokens: those of the cached tokens whose pages came from host memory.
     preemptions: number of times that the sequence was preempted.
     steps: number of steps that the sequence took part in.
-    drafted_tokens: number of drafted tokens that steps have verified.
-    accepted_tokens: number of these tokens that became tokens of the output.
+    drafts: numbers of drafted tokens by source; empty without any.
     member_tiers, members_loaded_s: like residency and loaded_s, for each adapter of a composition.
     """
 
@@ -144,8 +151,7 @@ class SequenceTimings:
     host_tokens: int = 0
     preemptions: int = 0
     steps: int = 0
-    drafted_tokens: int = 0
-    accepted_tokens: int = 0
+    drafts: dict[DraftSource, DraftCounts] = field(default_factory=dict)
     member_tiers: tuple[Residency, ...] = ()
     members_loaded_s: tuple[float, ...] = ()
 
@@ -170,8 +176,7 @@ class SequenceTimings:
             host_tokens=self.host_tokens,
             preemptions=self.preemptions,
             steps=self.steps,
-            drafted_tokens=self.drafted_tokens,
-            accepted_tokens=self.accepted_tokens,
+            drafts=tuple(self.drafts.values()),
             members=self._member_loads(queued_s) if self.member_tiers else (),
         )
 
@@ -207,6 +212,7 @@ class Sequence:
     awaits_verification: whether a step was launched that verifies drafted tokens, and the host has
         not read which of them are accepted. The sequence takes part in no step until then.
     lookup: source of drafts; None before the first use.
+    drafted_from: text in which the draft was found that awaits verification.
     kv: KV pages of the sequence.
     adapter: adapter that changes the sequence's tokens; None for the base model alone, also if the
         prompt does not have the invocation tokens of the request's activated LoRA.
@@ -258,6 +264,7 @@ class Sequence:
         self.decode_tokens = 1
         self.awaits_verification = False
         self.lookup: PromptLookup | None = None
+        self.drafted_from = DraftSource.LOOKUP
         self.prompt_length, self.length = len(self.prompt), len(self.tokens)
         self.kv = SequencePages(self.tokens, prompt_keys, request.scheduling.tenant)
         self.adapter = None if prompt_keys.adapter_digest is None else request.adapter
@@ -298,14 +305,18 @@ class Sequence:
         return self.request.scheduling.background
 
     @property
-    def below_min_tokens(self) -> bool:
-        """Whether the output is shorter than the request's min_tokens."""
-        return self.output_length < self.request.sampling.min_tokens
+    def answers_key(self) -> Key:
+        """Key of the recent answers to the same tenant with the same adapter."""
+        adapter = None if self.adapter is None else self.adapter.digest
+        return self.request.scheduling.tenant, self.request.salt, adapter
 
-    def begin_lookup(self) -> PromptLookup:
-        """Create `lookup` from the tokens that the host knows, and return it."""
+    def begin_lookup(self, answers: AdapterAnswers) -> PromptLookup:
+        """Create `lookup` from the tokens that the host knows, and return it.
+
+        answers: recent answers to the same tenant with the same adapter.
+        """
         left = self.prompt_length + self.max_tokens - len(self.tokens)
-        self.lookup = PromptLookup(self.tokens, left)
+        self.lookup = PromptLookup(self.tokens, left, answers)
         return self.lookup
 
     @property
@@ -362,13 +373,19 @@ class Sequence:
         if self.complete:  # nothing more is sampled, and another sequence may take the slot
             self._release_penalty_slot()
 
-    def accept_drafted(self, tokens: tuple[int, ...]) -> None:
+    def accept_drafted(self, tokens: tuple[int, ...], forced: tuple[int, ...] = ()) -> None:
         """Append the drafted tokens that equal the oldest sampled tokens not read yet.
 
-        A further token, sampled behind these, remains pending.
+        A further token, sampled behind these, remains pending. Raises InvalidRequest if the grammar
+        does not accept a token.
+
+        forced: tokens that follow the pending token without sampling.
         """
         self.awaits_verification = False
-        self.length += len(tokens)
+        self.forced = forced
+        self.length += len(tokens) + len(forced)
+        if self.status is SequenceStatus.RUNNING:  # else release() has set it
+            self.decode_tokens = 1 + len(forced)
         self._append(tokens)
 
     def accept(self, token: int) -> FinishReason | None:
@@ -386,11 +403,8 @@ class Sequence:
         del self.pending_rows[0]
         accepted, self.forced = (token, *self.forced), ()
         self._append(accepted)
-        if self.matcher is not None:
-            for each in accepted:
-                self.matcher.accept(each)
-            if self.matcher.must_end:
-                return FinishReason.STOP
+        if self.matcher is not None and self.matcher.must_end:
+            return FinishReason.STOP
         return FinishReason.LENGTH if self.complete and not self.pending_rows else None
 
     def _append(self, tokens: tuple[int, ...]) -> None:
@@ -399,6 +413,9 @@ class Sequence:
         self.tokens.extend(tokens)
         if self.lookup is not None:
             self.lookup.extend(tokens)
+        if self.matcher is not None:
+            for token in tokens:
+                self.matcher.accept(token)
 
     def _release_penalty_slot(self) -> None:
         if self.penalty_slot is not None:

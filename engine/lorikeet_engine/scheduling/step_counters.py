@@ -4,6 +4,7 @@ import time
 from typing import NamedTuple
 
 from lorikeet_engine.adapter import Residency
+from lorikeet_engine.request import DraftCounts, DraftSource
 from lorikeet_engine.scheduling.host_pages import HostPageCounts
 from lorikeet_engine.scheduling.sequence import Sequence
 from lorikeet_engine.scheduling.state_pool import StateCounts
@@ -40,6 +41,7 @@ class StepCounters:
         adapter when the request came; None without an adapter.
     states: counts of cached states of delta nets.
     host_pages: counts of KV pages in host memory.
+    drafts: numbers of drafted tokens by source.
     """
 
     def __init__(self) -> None:
@@ -49,7 +51,7 @@ class StepCounters:
         self.states, self.host_pages = StateCounts(), HostPageCounts()
         self.preemptions = self.prompt_tokens = self.cached_tokens = self.output_tokens = 0
         self.host_tokens = 0
-        self.drafted_tokens = self.accepted_tokens = 0
+        self.drafts = {source: DraftCounts(source, 0, 0) for source in DraftSource}
         self._read_s = 0.0  # time at which the last step was read
 
     def sequence_begun(self, sequence: Sequence) -> None:
@@ -65,10 +67,10 @@ class StepCounters:
 
         accepted: number of those that became tokens of the output.
         """
-        self.drafted_tokens += drafted
-        self.accepted_tokens += accepted
-        sequence.timings.drafted_tokens += drafted
-        sequence.timings.accepted_tokens += accepted
+        source = sequence.drafted_from
+        for counts in (self.drafts, sequence.timings.drafts):
+            _, before, right = counts.get(source, (source, 0, 0))
+            counts[source] = DraftCounts(source, before + drafted, right + accepted)
 
     def step_read(self, launch: StepLaunch) -> float:
         """Count a step whose tokens the host has just read; return the seconds that it took.

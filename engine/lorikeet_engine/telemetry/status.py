@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.costs import MeasuredCosts, StepCosts
+from lorikeet_engine.request import DraftCounts
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,8 +178,7 @@ class EngineStatus:
     prompt_tokens: number of prompt tokens of the choices that have begun.
     cached_tokens: number of these prompt tokens that were in the KV cache.
     output_tokens: number of tokens delivered to requests.
-    drafted_tokens: number of drafted tokens that steps have verified (speculative decoding).
-    accepted_tokens: number of drafted tokens that became output tokens.
+    drafts: numbers of drafted tokens by source (speculative decoding).
     step_s: seconds from a step's launch to the reading of its tokens. If the previous step was read
         after the launch, the time starts when that step was read.
     step_sequences: numbers of sequences in a step.
@@ -202,8 +202,7 @@ class EngineStatus:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
-    drafted_tokens: int = 0
-    accepted_tokens: int = 0
+    drafts: tuple[DraftCounts, ...] = ()
     step_s: Distribution = field(default_factory=Distribution)
     step_sequences: Distribution = field(default_factory=Distribution)
     step_adapters: Distribution = field(default_factory=Distribution)
@@ -212,6 +211,16 @@ class EngineStatus:
     states: StateUsage | None = None
     moved: Mapping[str, Residency] = field(default_factory=dict)
     host_pages: HostPageUsage | None = None
+
+    @property
+    def drafted_tokens(self) -> int:
+        """Number of drafted tokens that steps have verified."""
+        return sum(counts.drafted for counts in self.drafts)
+
+    @property
+    def accepted_tokens(self) -> int:
+        """Number of drafted tokens that became output tokens."""
+        return sum(counts.accepted for counts in self.drafts)
 
 
 class AdapterStatus(NamedTuple):

@@ -1,4 +1,4 @@
-"""Answers to requests that pool prompts, in vLLM's shapes."""
+"""JSON bodies of answers to requests that pool prompts, in vLLM's shapes."""
 
 import math
 import sys
@@ -16,9 +16,9 @@ _IDS = {Endpoint.CLASSIFY: "classify", Endpoint.SCORE: "score", Endpoint.POOLING
 
 
 def pooled_body(call: Call, pooled: Sequence["array[float]"], usage: FinalUsage) -> bytes:
-    """Return the JSON body that answers a call which pools its prompts.
+    """Return the JSON body of the answer to a call that pools its prompts.
 
-    pooled: values of each prompt.
+    pooled: the head's values for each prompt, one for each label.
     """
     assert isinstance(call.adapter, AdapterRef), "a head without an adapter"
     head = call.adapter.head
@@ -40,8 +40,9 @@ def pooled_body(call: Call, pooled: Sequence["array[float]"], usage: FinalUsage)
 
 
 def probabilities(head: Head, scores: Sequence[float]) -> list[float]:
-    """Return the probability of each label, by the activation that transformers' pipelines choose:
-    none for a regression, a sigmoid for one label or several that may hold together, else softmax.
+    """Return the probability of each label, as transformers' TextClassificationPipeline does: the
+    value itself for a regression, its sigmoid for one label and for labels that do not exclude each
+    other, else the softmax.
 
     scores: the head's values, one for each label.
     """
@@ -49,8 +50,10 @@ def probabilities(head: Head, scores: Sequence[float]) -> list[float]:
         return list(scores)
     if head.problem is Problem.MULTI_LABEL or len(scores) == 1:
         return [_sigmoid(score) for score in scores]
-    powers = [math.exp(score - max(scores)) for score in scores]
-    return [power / sum(powers) for power in powers]
+    most = max(scores)
+    powers = [math.exp(score - most) for score in scores]
+    total = sum(powers)
+    return [power / total for power in powers]
 
 
 def _item(call: Call, head: Head, index: int, scores: "array[float]") -> dict[str, Any]:
@@ -74,7 +77,7 @@ def _sigmoid(score: float) -> float:
 
 
 def _base64(values: Sequence[float]) -> str:
-    """Return little-endian float32 in base64."""
+    """Return values as little-endian float32 in base64."""
     numbers = array("f", values)
     if sys.byteorder == "big":
         numbers.byteswap()

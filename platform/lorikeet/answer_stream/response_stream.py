@@ -183,9 +183,18 @@ class ResponseBuffer:
     Constructor arguments:
     interval_s: function that returns the minimum time between two deltas, in seconds.
     log: to which the log of the received items is appended.
+    begun: whether the client has bytes of the answer.
+    is_last: whether no further replica would get the call.
     """
 
-    def __init__(self, interval_s: Callable[[], float], log: bytearray) -> None:
+    def __init__(
+        self,
+        interval_s: Callable[[], float],
+        log: bytearray,
+        *,
+        begun: bool = False,
+        is_last: bool = False,
+    ) -> None:
         self._items: list[StreamItem] = []
         self._log = log
         self._parts: list[StreamItem] = []  # of items that have not all come
@@ -198,6 +207,12 @@ class ResponseBuffer:
         self.ended = False
         self.replica: str | None = None
         self.has_left = False
+        self._begun, self._is_last = begun, is_last
+
+    @property
+    def can_move(self) -> bool:
+        """Whether another replica can go on with the answer, or begin it anew."""
+        return not self._begun or (bool(self._log) and not self._is_last)
 
     def put(
         self, items: Sequence[StreamItem], log: bytes | None = b"", *, ended: bool = False
@@ -212,6 +227,7 @@ class ResponseBuffer:
         if log is None:
             return
         self._items += self._parts
+        self._begun = self._begun or any(isinstance(item, bytes) for item in self._parts)
         self._parts = []
         self._log += log
         self.ended = self.ended or ended
@@ -259,12 +275,15 @@ class ResponseBuffers:
         self._open: dict[str, ResponseBuffer] = {}
 
     @contextmanager
-    def opened(self, request_id: str, log: bytearray) -> Iterator[ResponseBuffer]:
+    def opened(
+        self, request_id: str, log: bytearray, *, begun: bool = False, is_last: bool = False
+    ) -> Iterator[ResponseBuffer]:
         """Open the buffer of a call's answer until the context ends.
 
-        log: to which the log of the answer's items is appended.
+        See ResponseBuffer for the parameters.
         """
-        buffer = self._open[request_id] = ResponseBuffer(self._interval_s, log)
+        buffer = ResponseBuffer(self._interval_s, log, begun=begun, is_last=is_last)
+        self._open[request_id] = buffer
         try:
             yield buffer
         finally:
@@ -285,16 +304,18 @@ class ResponseBuffers:
                 buffer.fail(error)
 
     def leave(self, replica: str, error: BaseException) -> None:
-        """Fail all answers that a replica has begun and not completed, without an end of their
+        """Fail all answers that a replica has begun and that can move, without an end of their
         calls: the caller ends the stream from the replica.
         """
         for buffer in self._open.values():
-            buffer.has_left = buffer.has_left or buffer.replica == replica
-        self.fail(replica, error)
+            if buffer.replica == replica and buffer.can_move:
+                buffer.has_left = True
+                buffer.fail(error)
 
-    def fail_call(self, request_id: str, error: BaseException) -> None:
-        """Fail the answer of one open call; ignore a call that is closed."""
-        if buffer := self._open.get(request_id):
+    def leave_call(self, request_id: str, error: BaseException) -> None:
+        """Fail the answer of one open call if it can move; ignore a call that is closed."""
+        buffer = self._open.get(request_id)
+        if buffer is not None and buffer.can_move:
             buffer.fail(error)
 
     def awaited(self) -> set[str]:

@@ -19,9 +19,9 @@ from lorikeet_engine.adapter import Head, Residency, TouchedModules
 SCHEMA = 2
 """Newest format version; increased whenever an older reader could misread new entries.
 
-Schema 2 has invocation tokens, without which an activated LoRA would change whole prompts, heads,
-without which a classification adapter would generate, the adapters of keys that infer, without
-which such a key could use all adapters, and budgets in money.
+Schema 2 adds fields that a reader of schema 1 would ignore: invocation tokens, so that an activated
+LoRA would change whole prompts; heads, so that a classification adapter would generate; patterns of
+keys that infer, so that such a key could use all adapters; and budgets in money.
 """
 
 

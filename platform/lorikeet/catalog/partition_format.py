@@ -35,7 +35,7 @@ READ_SCHEMAS = (2, 3, 4, 5)
 
 Adapter versions lack `touches` in schema 2, lack trained tokens and `trained_on` in schemas 2 and
 3, and lack invocation tokens, heads and request defaults in schemas 2 to 4, where only publish keys
-have adapters. Releases that know no parity proofs ignore these.
+have adapters. Releases that know no parity proofs ignore them.
 """
 
 Json = Any

@@ -92,8 +92,9 @@ class KeyRecord:
     priority: among a tenant's requests, those with the highest priority begin first.
     expires: end of the key, Unix seconds; None: never.
     replaced_by: id of the key that a rotation made.
-    adapters: patterns of adapter names, in which * matches any characters: those that a publish key
-        may push, or the only ones that another tenant's key may use; () allows the latter all.
+    adapters: patterns of adapter names, in which * matches any characters. A publish key may push
+        only adapters that match one; a key that infers or reads may use only those, or all if
+        there is no pattern.
     """
 
     id: str

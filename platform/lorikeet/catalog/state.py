@@ -73,7 +73,10 @@ class UnreadPartition:
 
 
 class PartitionsNotRead(Exception):
-    """Raised by a question that needs unread partitions: read them by number and ask again."""
+    """Raised if a question needs partitions that were not read yet.
+
+    numbers: numbers of these partitions. Read them, then ask again.
+    """
 
     def __init__(self, numbers: frozenset[int]) -> None:
         super().__init__(f"{len(numbers)} partitions of the catalog are not read yet")

@@ -67,8 +67,8 @@ def check_audit_log(planned: PlannedStart) -> Iterator[Finding]:
     if name is None or name == STDOUT:
         return
     file = Path(name).absolute()
-    place = file if file.is_file() else file.parent
-    if not file.is_dir() and (file.is_file() or place.is_dir()) and os.access(place, os.W_OK):
+    is_fit = not file.is_dir() if file.exists() else file.parent.is_dir()
+    if is_fit and os.access(file if file.exists() else file.parent, os.W_OK):
         yield ok("audit stream", f"{file} can be written")
     else:
         yield problem(
@@ -79,7 +79,7 @@ def check_audit_log(planned: PlannedStart) -> Iterator[Finding]:
 
 
 def check_identity_provider(planned: PlannedStart) -> Iterator[Finding]:
-    """Check that the keys of the tokens' issuer, if there is one, can be read from here."""
+    """Check that this machine can read the keys of the issuer of tokens, if one is set."""
     issuer = planned.settings.oidc
     if issuer is None:
         return
@@ -87,14 +87,14 @@ def check_identity_provider(planned: PlannedStart) -> Iterator[Finding]:
 
     try:
         count = len(asyncio.run(read_signing_keys(issuer.jwks)))
-    except Exception as error:  # whatever an address that holds no keys answers
+    except Exception as error:  # any other content than keys may raise any
         yield warning(
             "identity provider",
             f"{issuer.jwks} cannot be read: {error!r}; until then tokens are refused",
             "correct jwks in LORIKEET_OIDC, or let gateways reach it",
         )
     else:
-        yield ok("identity provider", f"{count} keys of {issuer.issuer}")
+        yield ok("identity provider", f"keys of {issuer.issuer}: {count}")
 
 
 def _existing(folder: Path) -> Path:

@@ -3,13 +3,13 @@
 app.py                assembles the application from services.py and adds its middleware
 generate.py           steps of a generate request, in order: GenerateEndpoint
   auth.py             the key's tenant and the model's adapter, from catalog_view.py
-    oidc_tokens.py    tokens of an identity provider, as keys
+    oidc_tokens.py    verification of an identity provider's tokens
   apis/               request schemas, each of which becomes a Call
   call_encoders.py    prompts as token ids, without blocking the event loop
   replica_response.py   the answer, passed on as it arrives, with observers
     client_disconnect.py   cancels the call when the client hangs up
 routes/, admin/       all other routes of tenants and admins
-audit.py              a line of JSON for each change that an admin's key asks for
+audit.py              a line of JSON for each change that a key asks the admin API for
 parity.py             parity proofs of registered and pushed versions, by a replica
 pushing/              versions that trainers push: received, sent to all replicas, then recorded
 vllm/, tinker/        endpoints of other servers that trainers call, off unless switched on

@@ -37,6 +37,7 @@ from lorikeet.gateway.reads import TenantReads
 from lorikeet.gateway.routes.batches import batch_routes
 from lorikeet.gateway.routes.files import StoredFiles, file_routes
 from lorikeet.gateway.routes.health import health_routes
+from lorikeet.gateway.routes.limits import limit_routes
 from lorikeet.gateway.routes.metrics import Scrape, add_gauges, metrics_routes
 from lorikeet.gateway.routes.models import model_routes
 from lorikeet.gateway.routes.requests import request_routes
@@ -114,6 +115,7 @@ def create_app(services: Services) -> FastAPI:
     for router in (
         request_routes(reads, request_log),
         usage_routes(reads, usage),
+        limit_routes(reads, rate_limiter, catalog_view),
         model_routes(services, authenticator, reads),
         response_routes(authenticator, rate_limiter, request_log, stored, read_limiter),
         file_routes(reads, files),
@@ -152,7 +154,7 @@ def _bare_application(
     lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]] | None = None,
     audit: AuditStream | None = None,
 ) -> FastAPI:
-    """Build an application with middleware alone.
+    """Build an application with its middleware and error handlers, without routes.
 
     lifespan: context in which the application runs.
     audit: stream of admins' changes; None: they are not written.
@@ -165,9 +167,9 @@ def _bare_application(
         telemetry={"tracing": False, "metrics": False, "logs": False, "auto_configure": False},
         redirect_slashes=False,
     )
-    if audit is not None:
-        app.add_middleware(AuditMiddleware, stream=audit)
     app.add_middleware(RequestMiddleware)
+    if audit is not None:
+        app.add_middleware(AuditMiddleware, stream=audit)  # outside, to see a failure's status
     add_error_handlers(app)
     return app
 

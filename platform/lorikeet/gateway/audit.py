@@ -1,10 +1,10 @@
-"""Audit stream: a line of JSON for each request of a known key to change something as an admin."""
+"""Audit stream: a line of JSON for each change that a valid key asks the admin API for."""
 
 import json
 import logging
 import logging.handlers
 import sys
-from typing import Any
+from typing import Any, TextIO
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -19,23 +19,25 @@ STDOUT = "stdout"
 _PREFIX = "/admin/v1"
 _READING = ("GET", "HEAD")
 _NAMES = ("id", "tenant", "adapter", "version")
-"""Members of the answer of a request that has made something, by which the stream names it."""
+"""Members of a 201's body that name what the request has made."""
 _LONGEST_SUBJECT = 200  # characters
 _LONGEST_ANSWER = 64 * 2**10  # bytes
 
 
 class AuditStream:
-    """Audit stream of a gateway, as the event `admin_action`.
+    """Writer of a gateway's audit stream. Each line is an event `admin_action`.
 
-    to: `stdout`, or path of a file that lines are appended to. Several processes may append to one
-        file. A file that was moved or deleted is made again.
-    gateway: the gateway's name.
-
-    Raises OSError if the file cannot be opened.
+    A line that cannot be written is lost; the event `audit_not_written` in the log says so.
     """
 
     def __init__(self, to: str, gateway: str) -> None:
-        handler = logging.StreamHandler(sys.__stdout__) if to == STDOUT else _File(to)
+        """Open the stream. Raises OSError if the file cannot be opened.
+
+        to: `stdout`, or path of a file that lines are appended to. Several processes may append to
+            one file. A file that was moved or deleted is made again.
+        gateway: the gateway's name.
+        """
+        handler = _Stream(sys.__stdout__) if to == STDOUT else _File(to)
         handler.setFormatter(JsonLines())
         self._handler, self._gateway = handler, gateway
 
@@ -45,10 +47,10 @@ class AuditStream:
         """Write one line.
 
         key: key of the request.
-        action: method of the request and its route below /admin/v1.
-        subject: names in the request's path.
+        action: method and route below /admin/v1, such as `PATCH /tenants/{tenant}`.
+        subject: values of the route's parameters, joined by /.
         status: HTTP status of the answer; 0: the request was not answered.
-        made: names of what the request has made; None: nothing.
+        made: members of the answer that name what the request has made; None: it has made nothing.
         """
         record = logging.makeLogRecord(
             {
@@ -68,22 +70,23 @@ class AuditStream:
         self._handler.handle(record)
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the stream's file, if it is one."""
         self._handler.close()
 
 
 class AuditMiddleware:
-    """Middleware that writes admins' requests other than GET to the audit stream, before their
-    answers end.
+    """Middleware that writes requests to the admin API other than GET and HEAD to the audit stream,
+    refused ones included. A line is written before its answer ends.
 
-    A request without a valid key is none of a known admin, and is not written.
+    Requests without a valid key are not written.
     """
 
     def __init__(self, app: ASGIApp, stream: AuditStream) -> None:
+        """app: application around RequestMiddleware, which sets the request's state."""
         self._app, self._stream = app, stream
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on to the application, and write it to the stream if it has to be."""
+        """Pass a request on to the application; write it to the stream if it asks for a change."""
         of_admin = scope["type"] == "http" and scope["path"].startswith(_PREFIX)
         if not of_admin or scope["method"] in _READING:
             await self._app(scope, receive, send)
@@ -117,17 +120,21 @@ class AuditMiddleware:
             write()
 
 
-class _File(logging.handlers.WatchedFileHandler):
-    """File of the stream. A line that cannot be written is told in the log, and lost."""
+class _Stream(logging.StreamHandler[TextIO]):
+    """Handler that logs a failed write."""
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: ARG002, N802
+        log.error("audit_not_written", extra={"error": repr(sys.exc_info()[1])})
+
+
+class _File(_Stream, logging.handlers.WatchedFileHandler):
+    """Handler of a file, which is opened again after it was moved or deleted."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
             super().emit(record)
         except OSError:  # of opening the file again, which the base class lets pass
             self.handleError(record)
-
-    def handleError(self, record: logging.LogRecord) -> None:  # noqa: ARG002, N802
-        log.error("audit_not_written", extra={"error": repr(sys.exc_info()[1])})
 
 
 def _result(status: int) -> str:
@@ -137,7 +144,9 @@ def _result(status: int) -> str:
 
 
 def _made(answer: bytes) -> dict[str, Any] | None:
-    """Return the names of what an answer says was made. A new key's secret is none of them."""
+    """Return the members _NAMES of a body, without others such as a new key's secret; None if the
+    body is no JSON.
+    """
     try:
         body = json.loads(answer)
     except ValueError:

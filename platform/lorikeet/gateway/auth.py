@@ -27,7 +27,7 @@ from lorikeet_engine.adapter import Adapter, AdapterRef, Composition
 from lorikeet_engine.errors import InvalidRequest
 
 _UNKNOWN = "this API key is unknown or was revoked: ask your admin for another"
-_TINKERS = "tml-"  # without it Tinker's client refuses a key
+_TINKERS = "tml-"  # prefix without which Tinker's client takes no key
 _SHOWN = 64  # characters of a name that may be any text
 _READ_ONLY = "this key is read-only: use one that may change things"
 _REFUSALS = {
@@ -84,7 +84,8 @@ class Caller(NamedTuple):
 class RequestAuthenticator:
     """Lookup of keys, tenants and models in the gateway's view of the catalog.
 
-    Before a request is refused because of an unknown key or model, the view is refreshed once. The
+    Before a request is refused because of an unknown key, tenant or model, the view is refreshed
+    once. The
     lookups themselves are methods of CatalogState (catalog/state.py).
     """
 
@@ -111,8 +112,8 @@ class RequestAuthenticator:
 
         key_id: id of the key that made the batch.
 
-        Raises InvalidKey if the key has ended, UnknownKey for the key of a token, which the catalog
-        does not have, Unavailable if the catalog cannot be read.
+        Raises InvalidKey if the key has ended, UnknownKey if the catalog has no such key,
+        Unavailable if the catalog cannot be read.
         """
 
         def caller(state: CatalogState) -> Caller:
@@ -279,17 +280,19 @@ class RequestAuthenticator:
         tenant = key.tenant
         assert tenant is not None
         try:
-            return Caller(await self._catalog_view.ask(lambda state: state.tenant(tenant)), key)
-        except UnknownTenant as error:  # only a token can name one
-            raise Forbidden(f"this token's tenant is none here: {error.message}") from error
+            return Caller(await self._catalog_view.find(lambda state: state.tenant(tenant)), key)
+        except UnknownTenant as error:  # which only tokens name
+            raise Forbidden(f"this token's tenant does not exist: {error.message}") from error
 
     async def _authenticate(self, request: Request, scope: Scope) -> KeyRecord:
         authorization = _authorization(request, scope)
         reading = request.method in ("GET", "HEAD")
         token = None if self._oidc is None else _token(authorization)
         if self._oidc is not None and token is not None:
-            of_token = await self._oidc.key_of(token, of_admin=scope is Scope.ADMIN)
-            request.state.key = of_token
+            of_admin = scope is Scope.ADMIN
+            of_token = await self._oidc.key_of(token, of_admin=of_admin)
+            request.state.key = of_token  # also of a request that is refused
+            self._oidc.check_role(of_token, of_admin=of_admin)
             return _scoped(of_token, scope, reading=reading)
 
         def check(state: CatalogState) -> KeyRecord:
@@ -310,7 +313,7 @@ def check_may_push(key: KeyRecord, name: str) -> None:
 
 
 def _check_may_use(caller: Caller, model: str) -> None:
-    """Raise UnknownModel if the caller's key is for other adapters than `model` names."""
+    """Raise UnknownModel if the caller's key may not use the adapter that `model` names."""
     owner, named, name = model.partition("@")[0].rpartition("/")
     if not caller.key.may_use(owner if named else caller.tenant.name, name):
         raise unknown_model(model)
@@ -325,7 +328,7 @@ def _authorization(request: Request, scope: Scope) -> str | None:
     """Return a request's Authorization header; None without one.
 
     On tenants' routes a Basic header is returned as the Bearer header of its key, and x-api-key may
-    replace Authorization. Raises InvalidKey if Authorization and x-api-key have
+    replace Authorization, also with Tinker's prefix. Raises InvalidKey if the two headers have
     different keys.
     """
     authorization = request.headers.get("authorization")
@@ -333,12 +336,12 @@ def _authorization(request: Request, scope: Scope) -> str | None:
         return authorization
     if authorization is not None:
         authorization = as_bearer(authorization, publishing=scope is Scope.PUBLISH)
-    api_key = request.headers.get("x-api-key")
+    api_key = request.headers.get("x-api-key", "").strip().removeprefix(_TINKERS)
     if not api_key:
         return authorization
     if authorization is None:
-        return f"Bearer {api_key.removeprefix(_TINKERS)}"
-    if authorization.partition(" ")[2].strip() != api_key.strip():
+        return f"Bearer {api_key}"
+    if authorization.partition(" ")[2].strip() != api_key:
         raise InvalidKey("`Authorization` and `x-api-key` name different keys: send one of the two")
     return authorization
 

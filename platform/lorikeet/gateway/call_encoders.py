@@ -44,10 +44,10 @@ class CallEncoders:
             unknown.
         receive: source of the ASGI messages of the request, whose body has been read.
 
-        Raises Refused if the prompts cannot be encoded or leave no room for an answer, with the
-        called endpoint's name of the field at fault; ClientDisconnect if the client leaves before
-        long prompts are encoded; Overloaded if there was no time to render the adapter's own chat
-        template.
+        Raises Refused if the prompts cannot be encoded or leave no room for an answer, naming the
+        field at fault as the called endpoint does; ClientDisconnect if the client leaves before
+        long prompts are encoded; Overloaded if the machine was too busy to render the adapter's own
+        chat template.
         """
         encoder, context = self._encoders[base_model], max_context or _UNKNOWN_CONTEXT
         own = call.defaults.chat_template if call.messages and call.defaults else None

@@ -12,7 +12,14 @@ from typing import TypeVar
 from lorikeet.catalog.kept_view import KeptView
 from lorikeet.catalog.reader import CatalogReader
 from lorikeet.catalog.state import CatalogState, PartitionsNotRead
-from lorikeet.errors import EndedKey, InvalidKey, StoreRefused, Unavailable, UnknownModel
+from lorikeet.errors import (
+    EndedKey,
+    InvalidKey,
+    StoreRefused,
+    Unavailable,
+    UnknownModel,
+    UnknownTenant,
+)
 from lorikeet.retry_after import STORE_AWAY_S
 
 log = logging.getLogger(__name__)
@@ -96,16 +103,18 @@ class GatewayCatalogView:
                 await self._read_partitions(missing.numbers)
 
     async def find(self, question: Callable[[CatalogState], T], name: Name | None = None) -> T:
-        """Return question(state); if the last view lacks the key or model, ask a refreshed view.
+        """Return question(state); if the last view lacks the key, tenant or model, ask a refreshed
+        view.
 
         name: tenant and model to remember as missing for MISSING_S seconds, if the refreshed view
             lacks the model as well; None if the question asks for no model.
 
-        Raises InvalidKey and UnknownModel, and Unavailable if no refreshed view can be read.
+        Raises InvalidKey, UnknownTenant and UnknownModel, and Unavailable if no refreshed view can
+        be read.
         """
         try:
             return await self.ask(question)
-        except (InvalidKey, UnknownModel) as error:
+        except (InvalidKey, UnknownTenant, UnknownModel) as error:
             if isinstance(error, EndedKey) or self._missing.holds(name):
                 raise
         await self.refresh_or_raise()

@@ -45,10 +45,11 @@ _INTERNAL = "the service failed, not this request: send it again, or give your a
 _NO_WEBSOCKETS = "there are no WebSockets here: send the request over HTTP, with stream for events"
 _CHAT = ": ask /v1/chat/completions (most clients have a setting for it)"
 _ONE_BY_ONE = ": messages are sent one by one, to /v1/messages"
-_TEXT = ": this service only generates text, at /v1/chat/completions and /v1/completions"
+_TEXT = ": this service generates text (/v1/chat/completions) and classifies it (/v1/classify)"
 _BELOW = ": ask a path below it, such as /v1/chat/completions or /v1/models"
 _LISTENERS = (
-    ": tenants' paths begin with /v1; /ui, /metrics and /admin/v1 are at the admin listener"
+    ": tenants' paths begin with /v1, their page is /ui; "
+    "/metrics and /admin/v1 are at the admin listener"
 )
 _LOADS = ": the operator switches it on by LORIKEET_LOAD_FROM; or push to /v1/adapters"
 _TINKER = (
@@ -58,10 +59,11 @@ _TINKER = (
 _ENDPOINTS = {
     "": _BELOW,
     **dict.fromkeys(("chat", "completions", "models", "responses", "files", "batches"), ""),
+    **dict.fromkeys(("classify", "score", "pooling"), ""),
     "conversations": _CHAT,
     "messages": _ONE_BY_ONE,
     **dict.fromkeys(("load_lora_adapter", "unload_lora_adapter"), _LOADS),
-    **dict.fromkeys(("embeddings", "rerank", "score", "moderations", "audio", "images"), _TEXT),
+    **dict.fromkeys(("embeddings", "rerank", "moderations", "audio", "images"), _TEXT),
     **dict.fromkeys(("uploads", "fine_tuning", "assistants", "threads"), _TEXT),
 }
 """Advice in the 404 for endpoints that do not exist but that clients may call, by the first part of
@@ -115,9 +117,8 @@ class Refused(LorikeetError):
 
 
 def client_api(scope: Scope) -> ClientApi:
-    """Return the API (OpenAI's or Anthropic's) whose client sent a request.
-
-    The path and the header anthropic-version show it.
+    """Return the API whose client sent a request: Anthropic's if the request has the header
+    anthropic-version, else the path's.
     """
     if any(name == b"anthropic-version" for name, _ in scope["headers"]):
         return ClientApi.ANTHROPIC

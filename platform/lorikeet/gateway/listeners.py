@@ -31,9 +31,10 @@ _LAST_REQUESTS_S = 20  # time for requests to finish when the gateway ends
 
 
 class PublicListener:
-    """ASGI wrapper that passes on probes and tenants' paths, which are `/v1/*`, `paths` and all
-    that begin with one of `prefixes`, and answers all others with 404.
+    """ASGI wrapper that passes on probes and tenants' paths, and answers all others with 404.
 
+    paths, prefixes: tenants' paths, and beginnings of tenants' paths, beside `/v1/` and the page at
+        `/ui`.
     max_requests: maximum number of requests at once; None: no limit. Further requests are refused,
         except probes. Must be less than the number that Serve sends this gateway at once, or health
         checks would queue.
@@ -46,7 +47,8 @@ class PublicListener:
         paths: Collection[str] = (),
         prefixes: Collection[str] = (),
     ) -> None:
-        self._app, self._paths, self._prefixes = app, paths, ("/v1/", *prefixes)
+        self._app, self._paths = app, {"/ui", *paths}
+        self._prefixes = "/v1/", "/ui/", *prefixes
         self._max_requests, self._requests = max_requests, 0
         self._full = RequestMiddleware(_refuse_full)
         self._nothing = FastAPI(openapi_url=None, redirect_slashes=False)

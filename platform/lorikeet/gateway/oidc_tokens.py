@@ -1,10 +1,11 @@
-"""OpenID Connect tokens as keys: verified, and made a key of the tenant and roles in their claims.
+"""Verification of OpenID Connect tokens, which requests may send instead of keys.
 
-Imported only where a token's issuer is set.
+Only gateways with the setting LORIKEET_OIDC import this module.
 """
 
 import asyncio
 import hashlib
+import json
 import logging
 import time
 from collections.abc import Callable, Mapping
@@ -24,65 +25,75 @@ ALGORITHMS = (
     *("RS256", "RS384", "RS512", "PS256", "PS384", "PS512"),
     *("ES256", "ES384", "ES512", "EdDSA"),
 )
-"""Algorithms of signatures that are accepted. All are asymmetric."""
+"""Accepted signature algorithms. All are asymmetric."""
 ROLES = {
     "lorikeet-infer": (False, Scope.INFER),
     "lorikeet-read-only": (False, Scope.READ_ONLY),
     "lorikeet-admin": (True, Scope.ADMIN),
     "lorikeet-admin-read-only": (True, Scope.READ_ONLY),
 }
-"""Meaning of each role of a token: True for a role of admins, and the scope."""
+"""Meaning of each role in a token: whether the role is for admins, and its scope."""
 _SKEW_S = 30.0
 """Seconds by which the issuer's clock may differ from the gateway's."""
 _FRESH_S = 300.0
-"""Seconds after which keys are read again when a token needs one."""
+"""Age in seconds from which the issuer's keys are read again when a token needs one."""
 _LONGEST_S = 3600.0
-"""Seconds for which keys stay in use while the issuer does not answer."""
+"""Seconds for which the last read keys stay in use while the issuer does not answer."""
 _GAP_S = 10.0
-"""Minimum seconds between two reads of the keys, however many unknown keys tokens name."""
+"""Minimum seconds between two reads of the issuer's keys, however many unknown keys tokens name."""
 _READ_S = 5.0
 _MOST_BYTES = 256 * 2**10
 _LONGEST_TOKEN = 16 * 2**10  # characters
+_SECRET = {"k", "d"}
+"""Members of secret and of private keys in a JSON Web Key Set (RFC 7518, section 6)."""
 
 
 class OidcTokens:
     """Verifier of one issuer's tokens. For use in one event loop."""
 
     def __init__(self, issuer: OidcIssuer, clock: Callable[[], float] = time.monotonic) -> None:
-        """clock: seconds, which never go back."""
+        """clock: monotonic seconds."""
         self._issuer = issuer
         self._keys = SigningKeys(issuer.jwks, clock)
 
     async def key_of(self, token: str, *, of_admin: bool) -> KeyRecord:
-        """Return a token as a key, which no catalog holds.
+        """Verify a token; return a key with the tenant and scopes that its claims name.
 
-        The key's id is `oidc-` and 16 hex digits of the SHA-256 of issuer and subject, so that it
-        names the same person at each token, and nobody's name.
+        The key is in no catalog. Its id is `oidc-` and 16 hex digits of the SHA-256 of issuer and
+        subject: equal for all tokens of a person, without naming the person. It has no scope if
+        the token has no role for the request.
 
-        of_admin: the request is one of the admins' API, for which the token's roles of tenants do
-            not count; and the other way around.
+        of_admin: the request is for the admin API. Roles of tenants then count for nothing, nor do
+            roles of admins for other requests.
 
-        Raises InvalidKey for a token that is not valid here, Forbidden for one without a fitting
-        role or without a tenant, Unavailable if the issuer's keys cannot be read.
+        Raises InvalidKey for a token that is not valid here, Forbidden for a tenant's request whose
+        token names no tenant, Unavailable if the issuer's keys cannot be read.
         """
         claims = await self._verified(token)
         roles = _words(_claim(claims, self._issuer.roles))
         found = (ROLES[role] for role in roles if role in ROLES)
         scopes = frozenset(scope for is_admins, scope in found if is_admins is of_admin)
-        if not scopes:
-            wanted = ", ".join(role for role, (admins, _) in ROLES.items() if admins is of_admin)
-            raise Forbidden(
-                f"this token has no role for this request: its claim {self._issuer.roles!r} "
-                f"wants one of {wanted}"
-            )
         tenant = None if of_admin else _claim(claims, self._issuer.tenant)
         if not of_admin and not isinstance(tenant, str):
             raise Forbidden(
                 f"this token names no tenant: its claim {self._issuer.tenant!r} wants a tenant's "
                 "name"
             )
-        subject = hashlib.sha256(f"{claims['iss']} {claims['sub']}".encode()).hexdigest()
-        return KeyRecord(f"oidc-{subject[:16]}", tenant, scopes, "", float(claims["iat"]))
+        subject = f"{claims['iss']} {claims['sub']}".encode(errors="surrogatepass")
+        name = f"oidc-{hashlib.sha256(subject).hexdigest()[:16]}"
+        return KeyRecord(name, tenant, scopes, "", float(claims["iat"]))
+
+    def check_role(self, key: KeyRecord, *, of_admin: bool) -> None:
+        """Raise Forbidden if the key of a token has no scope, naming the roles that give one.
+
+        of_admin: see `key_of`.
+        """
+        if not key.scopes:
+            wanted = ", ".join(role for role, (admins, _) in ROLES.items() if admins is of_admin)
+            raise Forbidden(
+                f"this token has no role for this request: its claim {self._issuer.roles!r} "
+                f"wants one of {wanted}"
+            )
 
     async def _verified(self, token: str) -> Mapping[str, Any]:
         """Return the claims of a token whose signature, issuer, audience and times are valid.
@@ -102,14 +113,14 @@ class OidcTokens:
                 raise jwt.InvalidTokenError("its kid names no key of the issuer")
             claims: dict[str, Any] = jwt.decode(
                 token,
-                key,
+                jwt.PyJWK(key, key.get("alg", algorithm)),
                 algorithms=[algorithm],
                 audience=self._issuer.audience,
                 issuer=self._issuer.issuer,
                 leeway=_SKEW_S,
                 options={"require": ["exp", "iat", "iss", "aud", "sub"]},
             )
-        except (jwt.InvalidTokenError, RecursionError) as error:
+        except (jwt.PyJWTError, TypeError, OverflowError, RecursionError) as error:
             raise InvalidKey(
                 f"this token is not valid here ({error}): get another from "
                 f"{self._issuer.issuer} for the audience {self._issuer.audience}"
@@ -118,31 +129,31 @@ class OidcTokens:
 
 
 class SigningKeys:
-    """Public keys of an issuer by their ids, read when a token needs them. For use in one event
+    """Public keys of an issuer by their ids, read when a token needs one. For use in one event
     loop.
 
-    A read that fails leaves the last keys in force for _LONGEST_S. Its beginning and end are logged
-    once.
+    While reads fail, the keys of the last read stay in use for _LONGEST_S. The first failed read is
+    logged, and the first that succeeds again.
     """
 
     def __init__(self, url: str, clock: Callable[[], float]) -> None:
-        """Set up keys of which none is read yet.
+        """Set up an empty set of keys.
 
-        url: address of the JWKS.
-        clock: seconds, which never go back.
+        url: address of the issuer's JSON Web Key Set.
+        clock: monotonic seconds.
         """
         self._url, self._clock = url, clock
-        self._keys: dict[str, jwt.PyJWK] = {}
+        self._keys: dict[str, dict[str, Any]] = {}
         self._read_s = self._begun_s = float("-inf")
         self._reading: asyncio.Task[None] | None = None
         self._failing = False
 
-    async def find(self, name: str) -> jwt.PyJWK | None:
-        """Return the key of an id; None if the issuer has none.
+    async def find(self, name: str) -> dict[str, Any] | None:
+        """Return the key with this id as a JSON Web Key; None if the issuer has none.
 
-        Keys older than _FRESH_S are read again, in the background where the key is known; an
-        unknown id waits for the read. Raises Unavailable if the keys are older than _LONGEST_S and
-        cannot be read.
+        Keys older than _FRESH_S are read again, in the background if the key is known; for an
+        unknown id this function waits for the read. Raises Unavailable if the keys cannot be read,
+        and are older than _LONGEST_S or lack this key.
         """
         now = self._clock()
         known = self._keys.get(name)
@@ -152,7 +163,8 @@ class SigningKeys:
                 self._reading = asyncio.create_task(self._read())
             if self._reading is not None and (known is None or now - self._read_s > _LONGEST_S):
                 await asyncio.shield(self._reading)
-        if self._clock() - self._read_s > _LONGEST_S:
+        lacking = self._failing and name not in self._keys
+        if lacking or self._clock() - self._read_s > _LONGEST_S:
             raise Unavailable(
                 "the keys of this token's issuer cannot be read now: send it again later",
                 retry_after_s=STORE_AWAY_S,
@@ -167,7 +179,7 @@ class SigningKeys:
             if self._failing:
                 log.info("issuer_reachable", extra={"jwks": self._url})
             self._failing = False
-        except Exception as error:  # on any error the last keys stay in force
+        except Exception as error:  # on any error the last keys stay in use
             if not self._failing:
                 log.warning("issuer_unreachable", extra={"jwks": self._url, "error": repr(error)})
             self._failing = True
@@ -175,14 +187,14 @@ class SigningKeys:
             self._reading = None
 
 
-async def read_signing_keys(url: str) -> dict[str, jwt.PyJWK]:
-    """Return the keys for signatures in a JWKS by their ids. Secret keys, of which none should be
-    there, are left out.
+async def read_signing_keys(url: str) -> dict[str, dict[str, Any]]:
+    """Read a JSON Web Key Set; return its public keys for signatures, by their ids. Secret and
+    private keys, which should not be there, are left out.
 
-    url: address of the JWKS.
+    url: address of the set.
 
-    Raises httpx.HTTPError, ValueError beyond _MOST_BYTES and for another status than 200, and
-    other exceptions for what is no JWKS.
+    Raises httpx.HTTPError; ValueError for a status other than 200, more than _MOST_BYTES, and a set
+    without such keys; and other exceptions for other content.
     """
     body = bytearray()
     async with httpx.AsyncClient(timeout=_READ_S) as client, client.stream("GET", url) as answer:
@@ -192,17 +204,19 @@ async def read_signing_keys(url: str) -> dict[str, jwt.PyJWK]:
             body += part
             if len(body) > _MOST_BYTES:
                 raise ValueError(f"more than {_MOST_BYTES} bytes")
-    keys = jwt.PyJWKSet.from_json(body.decode()).keys
-    return {
-        key.key_id: key
-        for key in keys
-        if key.key_id and key.key_type != "oct" and key.public_key_use in ("sig", None)
+    keys = {
+        key["kid"]: key
+        for key in json.loads(body)["keys"]
+        if key.get("kid") and not _SECRET & key.keys() and key.get("use", "sig") == "sig"
     }
+    if not keys:
+        raise ValueError("no public key for signatures that has a kid")
+    return keys
 
 
 def _claim(claims: Mapping[str, Any], name: str) -> Any:
-    """Return the claim of a name, or of a path with dots between, as realm_access.roles; None if
-    there is none.
+    """Return the claim of this name, else the nested one that a path with dots leads to, such as
+    realm_access.roles; None if there is neither.
     """
     if name in claims:
         return claims[name]
@@ -213,6 +227,6 @@ def _claim(claims: Mapping[str, Any], name: str) -> Any:
 
 
 def _words(value: Any) -> list[str]:
-    """Return the roles in a claim: a list of texts, or one text with spaces between."""
+    """Return the roles in a claim, which is a list of strings or one string with spaces between."""
     words = value.split() if isinstance(value, str) else value if isinstance(value, list) else []
     return [word for word in words if isinstance(word, str)]

@@ -1,4 +1,4 @@
-"""Tests of adapters that a replica runs for a gateway: the wait for the result."""
+"""Wait for the result of a smoke test or a parity proof, which a replica runs for a gateway."""
 
 import asyncio
 from collections.abc import Awaitable
@@ -15,9 +15,10 @@ Result = TypeVar("Result")
 async def result_of(
     services: Services, base_model: str, work: str, test: Awaitable[Result | Refusal]
 ) -> Result:
-    """Wait for a replica's result of a test, at most as long as for the first item of an answer.
+    """Return the result of a replica's test. Wait for it services.first_item_timeout_s at most.
 
-    work: the replica's work in the past tense, for the error message.
+    work: what the replica does, in the past tense, for the error message.
+    test: call of the replica.
 
     Raises Unavailable if no replica answers in time, Refused if the replica refuses the test, and
     the errors of `test`.

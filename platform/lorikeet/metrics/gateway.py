@@ -93,7 +93,8 @@ class GatewayMetrics:
         )
         self.pushes = PushMetrics(self._registry)
         self._tenants = _tenants(min(_TENANTS, _TENANTS_OF_ALL // gateways))
-        self._adapters = _adapters(_ADAPTERS)
+        self._drafted, self._accepted = _adapter_drafts()
+        self._adapters = _adapters(_ADAPTERS, self._drafted, self._accepted)
         self._registry.register(self._tenants)
         self._registry.register(self._adapters)
 
@@ -135,7 +136,10 @@ class GatewayMetrics:
         if request.tenant:
             self._tenants.count(request.tenant, tokens, outcome)
         for adapter in request.adapter.members if request.adapter else ():
-            self._adapters.count(f"{adapter.tenant}/{adapter.name}", tokens)
+            name = self._adapters.count(f"{adapter.tenant}/{adapter.name}", tokens)
+            for counts in request.drafts:
+                self._drafted.add(counts.drafted, name, counts.source)
+                self._accepted.add(counts.accepted, name, counts.source)
 
     def count_not_stored(self) -> None:
         """Count a response that could not be stored."""
@@ -227,7 +231,22 @@ def _tenants(most: int) -> BusiestNameCounters:
     return BusiestNameCounters(requests, tokens, max(1, most))
 
 
-def _adapters(most: int) -> BusiestNameCounters:
+def _adapter_drafts() -> tuple[NamedCounter, NamedCounter]:
+    """Return counters of an adapter's drafted and of its accepted tokens."""
+    drafted = NamedCounter(
+        "lorikeet_adapter_drafted_tokens_total",
+        "Drafted tokens of an adapter's finished requests, by the source of drafts.",
+        ("adapter", "source"),
+    )
+    accepted = NamedCounter(
+        "lorikeet_adapter_accepted_tokens_total",
+        "Drafted tokens of an adapter's finished requests that became output tokens, by source.",
+        ("adapter", "source"),
+    )
+    return drafted, accepted
+
+
+def _adapters(most: int, *others: NamedCounter) -> BusiestNameCounters:
     requests = NamedCounter(
         "lorikeet_adapter_requests_total",
         "Ended requests of an adapter; all but the busiest adapters together, as other.",
@@ -238,4 +257,4 @@ def _adapters(most: int) -> BusiestNameCounters:
         "Tokens of an adapter's finished requests; prompt tokens include cached tokens.",
         ("adapter", "kind"),
     )
-    return BusiestNameCounters(requests, tokens, most)
+    return BusiestNameCounters(requests, tokens, most, *others)

@@ -73,14 +73,17 @@ class BusiestNameCounters(Collector):
     requests: counter of requests.
     tokens: counter of tokens, whose second label is one of TOKENS.
     most: maximum number of names with series of their own.
+    others: more counters by the same names, to which the caller adds.
     """
 
-    def __init__(self, requests: NamedCounter, tokens: NamedCounter, most: int) -> None:
-        self._requests, self._tokens = requests, tokens
+    def __init__(
+        self, requests: NamedCounter, tokens: NamedCounter, most: int, *others: NamedCounter
+    ) -> None:
+        self._requests, self._tokens, self._others = requests, tokens, others
         self._names = BusiestNames(most, self._drop)
 
-    def count(self, name: str, tokens: Sequence[int] | None, *labels: str) -> None:
-        """Count an ended request.
+    def count(self, name: str, tokens: Sequence[int] | None, *labels: str) -> str:
+        """Count an ended request; return the label of its name: the name or OTHER.
 
         tokens: number of tokens of each kind in TOKENS; None: unknown.
         labels: values of the request counter's labels after the name.
@@ -90,15 +93,16 @@ class BusiestNameCounters(Collector):
         if tokens is not None:
             for kind, amount in zip(TOKENS, tokens, strict=True):
                 self._tokens.add(amount, name, kind)
+        return name
 
     def collect(self) -> Iterator[CounterMetricFamily]:
-        """Yield the counters of requests and of tokens with their current values."""
-        yield self._requests.collect()
-        yield self._tokens.collect()
+        """Yield all counters with their current values."""
+        for counter in (self._requests, self._tokens, *self._others):
+            yield counter.collect()
 
     def _drop(self, name: str) -> None:
-        self._requests.drop(name)
-        self._tokens.drop(name)
+        for counter in (self._requests, self._tokens, *self._others):
+            counter.drop(name)
 
 
 class BusiestNames:

@@ -127,13 +127,13 @@ def _engine(status: EngineStatus) -> Iterator[Metric]:
         "lorikeet_drafted_tokens_total",
         "Drafted tokens that steps have verified, by the source of drafts.",
         "source",
-        {"lookup": status.drafted_tokens},
+        {counts.source: counts.drafted for counts in status.drafts},
     )
     yield counter(
         "lorikeet_accepted_tokens_total",
         "Drafted tokens that became output tokens, by the source of drafts.",
         "source",
-        {"lookup": status.accepted_tokens},
+        {counts.source: counts.accepted for counts in status.drafts},
     )
 
 

@@ -1,6 +1,7 @@
 """Probes made by a PEFT model, on the trainer's machine.
 
-Needs torch and PEFT, and `sampled_probes` transformers; the rest of the package needs none of them.
+This module needs torch and PEFT, `sampled_probes` also transformers. No other module of the package
+needs them.
 """
 
 import tempfile

@@ -53,19 +53,19 @@ from lorikeet_engine.request import Failed, Output, PromptLogprobs, Request, Tok
 from lorikeet_engine.telemetry.status import EngineStatus
 
 _POLL_S = 0.1
-_STALLED_S = 2.0
-"""Seconds without a message from the engine after which gateways get no status updates.
+_STALLED_S = 1.0
+"""Seconds without a sign of life of the engine after which gateways get no status updates.
 
-The engine may hang: gateways that get no updates route elsewhere.
+The engine may hang: gateways that get no updates send its requests and answers to other replicas.
 """
 _SUBMIT_S = 5.0
-"""Seconds without a message from the engine after which a request that it has not accepted fails,
-so that the gateway sends it to another replica.
+"""Seconds without a sign of life of the engine after which a request that it has not accepted
+fails, so that the gateway sends it to another replica.
 
 An engine that is only busy is not silent, and accepts the request from its queue in time.
 """
 _DEAD_S = 60.0
-"""Seconds without a message from the engine after which the replica is unhealthy."""
+"""Seconds without a sign of life of the engine after which the replica is unhealthy."""
 _PLAN_FRESH_S = 90.0  # the controller sends each replica its whole plan twice a minute
 _REPLAYED_AT_ONCE = 64
 """Number of outputs of a lost replica that are converted in one callback of the event loop."""
@@ -234,7 +234,7 @@ class Replica:
 
     async def metrics(self) -> bytes:
         """Return this replica's metrics page. Raises EngineClosed if the engine hangs."""
-        if self._engine.silent_s > _STALLED_S:
+        if self._engine.silent_s > _SUBMIT_S:
             raise EngineClosed("the engine does not answer, so its counters are unknown")
         labels = {"base_model": self._base_model, "replica": self.name}
         found = replica_metrics(self._engine.status, self._engine.info)

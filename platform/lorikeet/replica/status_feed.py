@@ -15,8 +15,6 @@ FEED_S = 60.0
 
 A subscription that ends by itself never delays shutdown.
 """
-HEARTBEAT_S = 1.0
-"""Seconds between updates while nothing changes, so that gateways see that the replica is alive."""
 _SNAPSHOT_PART = 5000  # adapters in one update, some 350 KB
 
 
@@ -77,10 +75,12 @@ class StatusFeed:
         return self._with_costs(self.update())
 
     async def subscribe(self, lasting_s: float = FEED_S) -> AsyncGenerator[StatusUpdate, None]:
-        """Yield a snapshot of all adapters' tiers, then changes as they come, for `lasting_s`.
+        """Yield a snapshot of all adapters' tiers, then an update for each status of the engine,
+        for `lasting_s`.
 
-        Without changes a heartbeat comes every HEARTBEAT_S seconds. A slow subscriber gets fewer
-        updates with more changes in each.
+        An engine that works reports its status at least every half second, so updates show that
+        replica and engine are alive. A slow subscriber gets fewer updates with more changes in
+        each.
         """
         subscriber = _Subscriber()
         self._subscribers.add(subscriber)
@@ -90,8 +90,7 @@ class StatusFeed:
         try:
             for part in self._snapshot():
                 yield part
-            while loop.time() < ends_s:
-                await _wait(subscriber.woken, HEARTBEAT_S)
+            while (left_s := ends_s - loop.time()) > 0 and await _comes(subscriber.woken, left_s):
                 subscriber.woken.clear()
                 moved, subscriber.moved = subscriber.moved, {}
                 yield replace(self.update(), moved=moved)
@@ -114,9 +113,10 @@ class StatusFeed:
         return replace(update, costs=self._status.costs, max_context=self._max_context)
 
 
-async def _wait(event: asyncio.Event, within_s: float) -> None:
+async def _comes(event: asyncio.Event, within_s: float) -> bool:
+    """Wait for an event; return False if it does not come in time."""
     try:
         async with asyncio.timeout(within_s):
-            await event.wait()
+            return await event.wait()
     except TimeoutError:
-        pass
+        return False

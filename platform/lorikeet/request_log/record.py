@@ -25,7 +25,7 @@ from lorikeet.protocol.messages import (
     TokenIds,
 )
 from lorikeet_engine.adapter import Adapter, AdapterRef, Residency
-from lorikeet_engine.request import EngineTimings
+from lorikeet_engine.request import DraftCounts, EngineTimings
 
 _REFUSALS = {"overloaded", "adapter_not_ready"}
 """Codes with status 503 whose requests count as refused, not as failed."""
@@ -141,6 +141,19 @@ class RequestRecord:
     def slowest(self) -> EngineTimings | None:
         """Timings of the choice that spent the longest time in the engine; None without timings."""
         return max(self.timings, key=engine_s, default=None)
+
+    @property
+    def drafts(self) -> tuple[DraftCounts, ...]:
+        """Numbers of drafted tokens of all choices by source; () without any."""
+        each = [counts for timings in self.timings for counts in timings.drafts]
+        return tuple(
+            DraftCounts(
+                source,
+                sum(counts.drafted for counts in each if counts.source is source),
+                sum(counts.accepted for counts in each if counts.source is source),
+            )
+            for source in dict.fromkeys(counts.source for counts in each)
+        )
 
     @property
     def first_token_s(self) -> float | None:

@@ -1,12 +1,15 @@
 """Request log: each gateway keeps its own requests in memory and can ask all others."""
 
+import asyncio
+import heapq
 import re
 import time
 from collections.abc import Callable
+from itertools import chain
 
 from lorikeet.errors import NotFound, Unavailable
 from lorikeet.protocol.peers import Peers
-from lorikeet.request_log.ended_requests import EndedRequests
+from lorikeet.request_log.ended_requests import RECENT, EndedRequests
 from lorikeet.request_log.record import RequestRecord, RequestTrace
 from lorikeet.request_log.why import Json, explain
 
@@ -16,7 +19,7 @@ KEPT_BYTES = 64 * 2**20
 
 At some 300 bytes a request, the limit suffices for an hour of 60 requests a second.
 """
-_QUESTION = "explain"
+_QUESTION, _RECENT = "explain", "recent"
 Subscriber = Callable[[RequestRecord], None]
 _ID = re.compile(r"(?:chatcmpl-|cmpl-|resp_|msg_)?([0-9a-f]{32})(?:-[0-9])?")
 
@@ -41,6 +44,7 @@ class RequestLog:
         self._running: dict[str, RequestTrace] = {}
         self._ended = EndedRequests(kept_bytes)
         peers.register(_QUESTION, self._answer)
+        peers.register(_RECENT, self._own_recent)
 
     def subscribe(self, subscriber: Subscriber) -> None:
         """Call `subscriber` with the record of each ended request."""
@@ -97,6 +101,15 @@ class RequestLog:
             param="request_id",
         )
 
+    async def recent(self, tenant: str) -> Json:
+        """Return the explanations of a tenant's running and last requests, the newest first.
+
+        `silent` is the number of gateways that did not answer, null if none could be asked.
+        """
+        answers, silent = await self._peers.ask(_RECENT, tenant)
+        found = sorted(chain(*answers), key=lambda each: each["received"], reverse=True)
+        return {"data": found[:RECENT], "silent": silent}
+
     def running(self) -> list[RequestRecord]:
         """Return the current records of running requests."""
         return [trace.record() for trace in self._running.values()]
@@ -106,6 +119,16 @@ class RequestLog:
         if record is None or tenant not in (None, record.tenant):
             return None
         return explain(record, for_admin=tenant is None)
+
+    async def _own_recent(self, tenant: str) -> list[Json]:
+        ended = self._ended.recent(tenant, self._clock() - KEPT_S)
+        running = [record for record in self.running() if record.tenant == tenant]
+        newest = heapq.nlargest(RECENT, running, key=lambda record: record.received)
+
+        def explained() -> list[Json]:
+            return [explain(record, for_admin=False) for record in (*newest, *ended())]
+
+        return await asyncio.to_thread(explained)
 
     def _record(self, request_id: str) -> RequestRecord | None:
         trace = self._running.get(request_id)

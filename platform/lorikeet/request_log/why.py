@@ -55,9 +55,14 @@ def explain(record: RequestRecord, *, for_admin: bool) -> Json:
         from_host = sum(timings.host_tokens for timings in record.timings)
         explanation["tokens"] = _tokens(usage) | {"from_host": from_host}
         explanation["preemptions"] = sum(timings.preemptions for timings in record.timings)
+        drafts = record.drafts
         explanation["drafts"] = {
-            "drafted": sum(timings.drafted_tokens for timings in record.timings),
-            "accepted": sum(timings.accepted_tokens for timings in record.timings),
+            "drafted": sum(counts.drafted for counts in drafts),
+            "accepted": sum(counts.accepted for counts in drafts),
+            "sources": {
+                counts.source: {"drafted": counts.drafted, "accepted": counts.accepted}
+                for counts in drafts
+            },
         }
     if for_admin:
         explanation["replica_status"] = {"running": record.running, "waiting": record.waiting}

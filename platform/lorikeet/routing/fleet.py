@@ -23,7 +23,6 @@ from lorikeet.routing.ranking import (
 )
 from lorikeet.routing.tracked_replica import (
     FETCH_PAUSE_S,
-    STALE_S,
     InFlightRequest,
     RoutingDecision,
     TrackedReplica,
@@ -40,8 +39,12 @@ STATS_AGE_S = 1.2
 """Assumed age, in seconds, of stats that Serve passes on; Serve collects stats every second."""
 LOST_S = 10.0
 """Seconds after which a lost replica is used again, even if it sends no status."""
-SILENT_S = 5.0
-"""Seconds without a status update after which a replica is silent: heartbeats come each second."""
+SILENT_S = 2.5
+"""Seconds without a status update after which a replica is silent; engines report their status at
+least every half second.
+"""
+RECENT_S = 1.5
+"""Greatest age in seconds of a status that shows that updates of live replicas arrive."""
 _COSTS_PERIOD_S = 1.0
 """Seconds between two updates of the median costs; each replica sends its costs every second."""
 
@@ -70,6 +73,7 @@ class Fleet:
         self._lock = Lock()
         self._replicas: dict[str, TrackedReplica] = {}
         self._lost_s: dict[str, float] = {}  # time of the loss, by replica
+        self._all_silent_s = -math.inf  # last time when no replica's status was recent
         self._usable: tuple[str, ...] = ()
         self._locations = AdapterLocations()
         self._prefixes = PrefixIndex()
@@ -152,24 +156,29 @@ class Fleet:
                 self._update_usable()
 
     def take_silent(self) -> dict[str, list[str]]:
-        """Mark silent replicas as lost; return the ids of their requests without a first byte.
+        """Mark silent replicas as lost; return the ids of their requests in flight.
 
-        A replica is silent if it sent a status before, but none for SILENT_S seconds, while another
-        replica's is recent. If no replica's status is recent, no replica counts as silent.
+        A replica is silent if it sent a status before, but none for SILENT_S seconds, in all of
+        which other replicas' were recent: if all fall silent, this gateway or the machine is slow.
+        To be called several times a second.
         """
         with self._lock:
             now_s = self._clock()
             ages_s = {name: each.status_age_s(now_s) for name, each in self._replicas.items()}
+            if min(ages_s.values(), default=math.inf) > RECENT_S:
+                self._all_silent_s = now_s
+            if now_s - self._all_silent_s < SILENT_S:
+                return {}
             silent = {name for name, age_s in ages_s.items() if SILENT_S <= age_s < math.inf}
-            if not silent or min(ages_s.values()) > STALE_S:
+            if not silent:
                 return {}
             self._lost_s |= dict.fromkeys(silent, now_s)
             self._update_usable()
-            waiting: dict[str, list[str]] = {name: [] for name in silent}
+            in_flight: dict[str, list[str]] = {name: [] for name in silent}
             for request_id, sent in self._in_flight.items():
-                if sent and sent.replica.name in silent and not sent.has_first_byte:
-                    waiting[sent.replica.name].append(request_id)
-            return waiting
+                if sent and sent.replica.name in silent:
+                    in_flight[sent.replica.name].append(request_id)
+            return in_flight
 
     def on_load_failed(self, digest: str, full: str | None = None) -> bool:
         """Pause fetches after a failed load of an adapter; return True if another replica can serve

@@ -72,8 +72,12 @@ _LEAVE_CHECK_S = 0.5
 _LOAD_FAILED = "adapter_load_failed"
 _LATE_S = 10.0
 """Seconds without a new item of an answer, after its call has ended, until it counts as lost."""
-_SILENCE_CHECK_S = 1.0
+_SILENCE_CHECK_S = 0.25
 """Seconds between two checks for silent replicas."""
+_LATE_LOOP_S = 0.5
+"""Seconds by which such a check may be late; a later one is skipped, since the event loop has yet
+to read the replicas' updates.
+"""
 
 _REPLICAS_LOST = (
     "two replicas were lost just after they had taken this request, so it is sent to no third: it "
@@ -112,9 +116,8 @@ class ServeEngineClient:
         `_subscribe` keeps open, into this call's ResponseBuffer.
 
         The call is sent to another replica in two cases:
-        - Its replica is lost, is being stopped or gives the answer up, or is silent before the
-          first byte (Fleet.take_silent). Any other replica gets the log of the outputs so far and
-          goes on with the answer.
+        - Its replica is lost, silent (Fleet.take_silent) or being stopped, or gives the answer up.
+          Any other replica gets the log of the outputs so far and goes on with the answer.
         - Its replica cannot load the adapter, before the first byte. A replica that has the adapter
           begins the answer anew, as the weights may have been damaged; any replica does if the
           cause was a full disk.
@@ -140,7 +143,8 @@ class ServeEngineClient:
             sent_s = taken_s = time.monotonic()
             first_bytes = False
             try:
-                async with aclosing(self._answer(run_call, fleet, sent, log, begun=begun)) as items:
+                answer = self._answer(run_call, fleet, sent, log, begun=begun, is_last=left == 1)
+                async with aclosing(answer) as items:
                     async for item in items:
                         if isinstance(item, AnswerHeader) and item.is_first:
                             taken_s = time.monotonic()
@@ -291,6 +295,7 @@ class ServeEngineClient:
         log: bytearray,
         *,
         begun: bool,
+        is_last: bool,
     ) -> AsyncGenerator[StreamItem, None]:
         """Send a call once and stream the answer from its ResponseBuffer.
 
@@ -301,10 +306,11 @@ class ServeEngineClient:
         run_call: handle of the replicas' method `run_call`.
         log: to which the log of the items is appended.
         begun: whether the client has bytes of the answer.
+        is_last: whether the call is sent to no further replica.
         """
         request_id, loop = encoded.attempt_id, asyncio.get_running_loop()
         late = Unavailable("no replica took the answer over: send the request again")
-        with self._buffers.opened(request_id, log) as buffer:
+        with self._buffers.opened(request_id, log, begun=begun, is_last=is_last) as buffer:
             giving_up = loop.call_later(_TAKE_OVER_S, buffer.fail, late) if begun else None
             sent: Any = run_call.remote(encoded, self._gateway)
             awaiting = asyncio.create_task(_await_call(sent, buffer))
@@ -370,14 +376,12 @@ class ServeEngineClient:
 
 
 async def _leave_silent_replicas(fleet: Fleet, buffers: ResponseBuffers) -> None:
-    """Fail the calls without a first byte at silent replicas, so that each call is sent to another
-    replica.
-    """
+    """Move the answers of silent replicas to others; answers that cannot move stay."""
     while True:
-        began_s = time.monotonic()
+        due_s = time.monotonic() + _SILENCE_CHECK_S
         await asyncio.sleep(_SILENCE_CHECK_S)
-        if time.monotonic() - began_s > 2 * _SILENCE_CHECK_S:
-            continue  # this event loop was late, and has yet to read the replicas' updates
+        if time.monotonic() - due_s > _LATE_LOOP_S:
+            continue
         for replica, request_ids in fleet.take_silent().items():
             if request_ids:
                 log.warning(
@@ -386,7 +390,7 @@ async def _leave_silent_replicas(fleet: Fleet, buffers: ResponseBuffers) -> None
                 )
             for request_id in request_ids:
                 error = _AnswerLost("the replica sends no status", ResumeReason.SILENT)
-                buffers.fail_call(request_id, error)
+                buffers.leave_call(request_id, error)
 
 
 async def _leave_stopping_replicas(fleet: Fleet, buffers: ResponseBuffers) -> None:

@@ -55,14 +55,17 @@ class MonthlyBudget:
         tokens, cost = limits.tokens_per_month, limits.cost_per_month
         if tokens is None and cost is None:
             return
-        self._asked = True
-        used = sum(self._settled.get(tenant, {}).values(), NOTHING)
-        if self._recorded is not None:
-            used += self._recorded.of(tenant)
+        used = self.used(tenant)
         if tokens is not None and used.tokens >= tokens:
             raise _used_up(f"{tokens} tokens a month is", now)
         if cost is not None and used.cost >= cost * COST_UNITS:
             raise _used_up(f"{show_money(cost)} a month, by the service's prices, is", now)
+
+    def used(self, tenant: str) -> UsageCounts:
+        """Return the usage that is compared with a tenant's budgets."""
+        self._asked = True
+        used = sum(self._settled.get(tenant, {}).values(), NOTHING)
+        return used if self._recorded is None else used + self._recorded.of(tenant)
 
     def settle(self, tenant: str, used: UsageCounts, now: float) -> None:
         """Count what an ended request of a tenant with a budget has used."""

@@ -4,9 +4,11 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from lorikeet.catalog.records import KeyRecord, Limits, TenantRecord
 from lorikeet.errors import LimitStatus, Overloaded, RateLimited
+from lorikeet.prices import COST_UNITS
 from lorikeet.retry_after import FULL_GATEWAY_S, until_one_ends, whole_seconds
 from lorikeet.tenancy.limit_shares import LimitShare, LimitShares, Subject
 from lorikeet.tenancy.monthly_budget import MonthlyBudget
@@ -22,6 +24,22 @@ _DEFAULT_REQUEST_S = 1.0  # seconds a request is assumed to take until some have
 _NEWEST = 0.1  # weight of the newest request in the average duration
 _EPSILON = 1e-9
 _ROUNDING = 1e-6
+
+
+class LimitUse(NamedTuple):
+    """Use of a limit.
+
+    limit: name of the limit's field.
+    most: the limit.
+    used: what all gateways together have used of it, or of `burst`, by this gateway's estimate;
+        None for a limit of each request alone.
+    burst: amount that may be used at once, of a limit per minute; None for others.
+    """
+
+    limit: str
+    most: float
+    used: float | None = None
+    burst: float | None = None
 
 
 class SubjectLimits:
@@ -97,6 +115,18 @@ class SubjectLimits:
     def limit_statuses(self, now: float) -> list[LimitStatus]:
         """Return the status of each limit per minute."""
         return [bucket.status(now) for bucket in self._buckets()]
+
+    def uses(self, now: float) -> list[LimitUse]:
+        """Return the use of each limit per minute, and of the limit on requests at once."""
+        found = []
+        for status in self.limit_statuses(now):
+            burst = math.ceil(status.limit * self.limits.burst_s / 60)
+            used = max(0, burst - status.remaining)
+            found.append(LimitUse(f"{status.kind}_per_min", status.limit, used, burst))
+        if (most := self.limits.max_concurrent) is not None:
+            own = self.share(now)
+            found.append(LimitUse("max_concurrent", most, own.running + own.others_run))
+        return found
 
     def _set(self, limits: Limits, share: float, now: float) -> None:
         self.limits = limits
@@ -219,6 +249,26 @@ class RateLimiter:
             (Subject(tenant.name, key.id), key.limits),
         )
         return [self._subject_limits(*owner) for owner in owners if _any_limit(owner[1])]
+
+    def uses(self, tenant: TenantRecord, key: KeyRecord) -> dict[str, list[LimitUse]]:
+        """Return the use of the limits on requests, by owner: `tenant` and `key`."""
+        now = self.clock()
+        found: dict[str, list[LimitUse]] = {"tenant": [], "key": []}
+        owned = (("tenant", tenant.limits, None), ("key", key.limits, key.id))
+        for owner, limits, key_id in owned:
+            if _any_limit(limits):
+                subject = Subject(tenant.name, key_id)
+                found[owner] += self._subject_limits(subject, limits).uses(now)
+            if limits.max_context is not None:
+                found[owner].append(LimitUse("max_context", limits.max_context))
+        tokens, cost = tenant.limits.tokens_per_month, tenant.limits.cost_per_month
+        if tokens is not None:
+            used = self.budget.used(tenant.name).tokens
+            found["tenant"].append(LimitUse("tokens_per_month", tokens, used))
+        if cost is not None:
+            paid = self.budget.used(tenant.name).cost / COST_UNITS
+            found["tenant"].append(LimitUse("cost_per_month", cost, paid))
+        return found
 
     def queue_time(self, base_model: str) -> QueueTimeEstimator:
         """Return the estimator of the queue time for this base model."""

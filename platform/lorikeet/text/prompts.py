@@ -154,9 +154,9 @@ class PromptEncoder:
         return other
 
     def with_marks(self, marks: AnswerMarks | None) -> "PromptEncoder":
-        """Return an encoder for answers with these syntax and tags; None: this encoder.
+        """Return a copy with the tool-call syntax and thinking tags of `marks`, to read answers.
 
-        An encoder for answers cannot encode prompts.
+        The copy cannot encode prompts. With None this encoder itself is returned.
         """
         if marks is None:
             return self
@@ -289,8 +289,8 @@ class PromptEncoder:
         return array(_INT32, chain.from_iterable(each.ids for each in encoded))
 
     def _spelled(self, values: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
-        """Return JSON values in which the texts of special tokens are split, so that these are
-        encoded in letters.
+        """Return JSON values in which the text of each special token is split in two, so that the
+        tokenizer encodes it as plain text.
         """
         found = self._marks.search(json.dumps(values, ensure_ascii=False))
         return values if found is None else self._split_marks(values)

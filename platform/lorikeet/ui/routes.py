@@ -1,6 +1,7 @@
-"""GET /ui and its files: a page without data, served without a key on the admin listener.
+"""GET /ui and its files: a page without data, served without a key on both listeners.
 
-The page fetches its data from GET /admin/v1/fleet, with the key that the user enters.
+The page fetches its data with the key that the user enters: an admin's shows the whole service, a
+tenant's its tenant.
 """
 
 import hashlib

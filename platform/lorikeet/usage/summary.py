@@ -1,4 +1,4 @@
-"""Summary of usage in rows, grouped by day, tenant or adapter."""
+"""Summary of usage in rows, grouped by day, month, tenant or adapter."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
@@ -14,12 +14,14 @@ class GroupBy(StrEnum):
     """Dimension by which usage can be grouped."""
 
     DAY = "day"
+    MONTH = "month"
     TENANT = "tenant"
     ADAPTER = "adapter"
 
 
 _NAMES = {
     GroupBy.DAY: ("day",),
+    GroupBy.MONTH: ("month",),
     GroupBy.TENANT: ("tenant",),
     GroupBy.ADAPTER: ("base_model", "adapter"),
 }
@@ -41,7 +43,8 @@ def rows(
     for day, use in days.items():
         for account, counts in use.items():
             if tenant in (None, account.tenant):
-                named = {"day": day.isoformat(), **account._asdict()}
+                at = day.isoformat()
+                named = {"day": at, "month": at[: len("2026-11")], **account._asdict()}
                 add_to(sums, tuple(named[name] for name in names), counts)
     ordered = sorted(sums, key=lambda key: [part or "" for part in key])
     return [dict(zip(names, key, strict=True)) | _counted(sums[key]) for key in ordered]

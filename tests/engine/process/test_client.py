@@ -191,20 +191,17 @@ def test_a_status_comes_within_150_ms_of_a_change(client, received, tiny_checkpo
 
 
 @pytest.mark.usefixtures("forked")
-def test_nothing_is_reported_while_nothing_changes(client, received, ref):
+def test_an_idle_engine_reports_twice_a_second_and_a_stopped_one_is_silent(client, received):
     began_s, apart = time.monotonic(), client()
-    apart.prefetch(ref)
-    apart.submit(greedy("r", prompt(5)))
-    received.until(lambda: received.finished("r") and received.where(ref) is Residency.GPU)
-    time.sleep(2.5)  # the engine has first to scan the disk
-
-    def silent() -> bool:
-        told = len(received.statuses)
-        assert told <= 1 + (time.monotonic() - began_s) / 0.1
-        time.sleep(1.3)
-        return len(received.statuses) == told
-
-    assert any(silent() for _ in range(5)), "a busy machine may look at the disk later"
+    (pid,) = forked_engines.processes()
+    told = len(received.statuses)
+    assert eventually(lambda: len(received.statuses) > told + 3)
+    assert len(received.statuses) <= 1 + (time.monotonic() - began_s) / 0.1
+    assert apart.silent_s < 2  # on a busy machine
+    os.kill(pid, signal.SIGSTOP)
+    assert eventually(lambda: apart.silent_s > 3)
+    os.kill(pid, signal.SIGCONT)
+    assert eventually(lambda: apart.silent_s < 1)
 
 
 @pytest.mark.usefixtures("forked")

@@ -10,7 +10,7 @@ import torch
 
 from lorikeet_engine.errors import AdapterNotReady, EngineClosed, StepFailed
 from lorikeet_engine.process import server
-from lorikeet_engine.process.server import EngineLoop
+from lorikeet_engine.process.server import EngineLoop, StatusReporter
 from lorikeet_engine.request import Failed, SchedulingParams
 from tests.engine.engine_driver import RecordingRunner, build, greedy, prompt
 from tests.engine.peft_adapters import save_adapter
@@ -237,6 +237,30 @@ def test_more_adapters_than_fit_anywhere_are_all_served(crowded, received):
     assert not any(isinstance(output, Failed) for output in received.outputs)
     assert eventually(lambda: engine.status().live.kv_pages_used == 0)
     assert not any(adapter.leases for adapter in engine.adapters())
+
+
+def test_an_engine_that_does_not_work_reports_no_status(engine):
+    told, works = [], threading.Event()
+    reporter = StatusReporter(engine, told.append, works.is_set)
+    reporter.start()
+    assert len(told) == 1
+    engine.changed.set()
+    time.sleep(1.2)
+    assert len(told) == 1
+    works.set()
+    assert eventually(lambda: len(told) > 2)
+    reporter.close()
+
+
+def test_a_loop_tells_how_long_its_step_takes(engine, loop):
+    assert eventually(lambda: engine._idle and not loop.step_s)
+    begun, goes_on = threading.Event(), threading.Event()
+    engine.step, step = lambda: (begun.set(), goes_on.wait(), step())[-1], engine.step
+    engine.submit(greedy("r", prompt(5)))
+    begun.wait()
+    time.sleep(0.1)
+    assert 0.1 <= loop.step_s < 10
+    goes_on.set()
 
 
 def test_the_process_logs_under_the_packages_name_though_it_runs_as_main():

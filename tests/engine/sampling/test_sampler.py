@@ -144,7 +144,7 @@ def test_the_host_waits_for_nothing_while_a_gpu_samples(choice):
     rows = [SamplingRow(params, 2, i, banned=(3,), slot=slot) for i, slot in enumerate(slots)]
     logits = logits_of(seed=9, rows=3).pin_memory().to("cuda", non_blocking=True)
     every = zeros_to_upload((3, VOCAB // 8), torch.uint8, logits.device).fill_(255)
-    AllowedTokens([0, 1, 2], every, {}, {}).forbid_others(logits)
+    AllowedTokens([0, 1, 2], every, {}, {}, {}).forbid_others(logits)
     tokens = Sampler(penalties).sample(logits, rows)
     assert tokens.shape == (3,)
 

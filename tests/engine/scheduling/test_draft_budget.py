@@ -5,7 +5,9 @@ from types import SimpleNamespace
 import pytest
 
 from lorikeet_engine.costs import StepCosts
+from lorikeet_engine.request import DraftSource
 from lorikeet_engine.scheduling.draft_budget import MOST_DRAFTED, DraftBudget
+from lorikeet_engine.scheduling.forced_budget import ForcedPieces
 
 COSTS = StepCosts()  # of Llama-3.1-8B on an H200
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
@@ -14,12 +16,14 @@ SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 
 class Predicting:
     """Decoding sequence with predictions that come true with a probability."""
 
-    def __init__(self, acceptance, *, pending=0, left=100, stop_ids=(), length=512):
+    def __init__(self, acceptance, *, pending=0, left=100, stop_ids=(), length=512, forced=()):
         self.lookup = SimpleNamespace(
-            acceptance=acceptance, predict=lambda most: list(range(100, 100 + most))
+            acceptance=acceptance,
+            source=DraftSource.LOOKUP,
+            predict=lambda most: list(range(100, 100 + most)),
         )
-        self.matcher, self.output_length, self.length = None, 5, length
-        self.background = False
+        self.output_length, self.length, self.background = 5, length, False
+        self.forced, self.decode_tokens = forced, 1 + len(forced)
         self.max_tokens, self.stop_ids = 5 + left, stop_ids
         self.pending_rows = [0] * pending
 
@@ -91,7 +95,21 @@ def test_the_token_that_is_not_read_yet_is_not_drafted():
     assert tokens == tuple(range(101, 101 + len(tokens)))
 
 
-def test_sequences_with_a_grammar_or_in_the_background_have_no_draft():
-    grammatical, background = Predicting(0.95), Predicting(0.95)
-    grammatical.matcher, background.background = object(), True
-    assert drafted(grammatical) == drafted(background) == [0]
+def test_a_draft_follows_the_forced_tokens_if_they_were_predicted():
+    budget, right = DraftBudget(COSTS, SIZES), Predicting(0.95, pending=1, forced=(101, 102))
+    (tokens,) = budget.choose([right], 256, alone=True).values()
+    assert tokens == tuple(range(103, 103 + len(tokens)))
+    assert drafted(Predicting(0.95, pending=1, forced=(101, 7))) == [0]
+
+
+def test_a_model_with_delta_nets_drafts_only_what_is_worth_two_steps_in_pieces():
+    pieces = ForcedPieces((16, 32, 64), sequences=8)
+    assert drafted(Predicting(0.95), pieces=pieces) == [MOST_DRAFTED]
+    assert drafted(Predicting(0.5)) != [0] == drafted(Predicting(0.5), pieces=pieces)
+    assert not any(drafted(*(Predicting(0.95) for _ in range(9)), pieces=pieces))
+
+
+def test_sequences_in_the_background_have_no_draft():
+    background = Predicting(0.95)
+    background.background = True
+    assert drafted(background) == [0]

@@ -150,14 +150,13 @@ def test_adapters_are_listed_down_to_a_tier(engine, refs):
     assert (elsewhere.rank, elsewhere.gpu_bytes, elsewhere.image_bytes) == (None, 0, None)
 
 
-def test_only_a_changed_status_is_reported(engine, refs, tmp_path):
+def test_a_report_has_the_status_and_the_tiers_changed_since_the_last_one(engine, refs, tmp_path):
     answers = Answers(engine)
-    assert engine.changed_status() == engine.status()
-    assert engine.changed_status() is None
+    assert engine.report() == engine.report() == engine.status()
     answers.submit(greedy("a", prompt(5), adapter=refs[0]))
-    assert engine.changed_status().live.waiting == 1
+    assert engine.report().live.waiting == 1
     answers.all()
-    status = engine.changed_status()
+    status = engine.report()
     assert status.moved == {refs[0].digest: Residency.GPU}
     assert status.live == engine.status().live
     assert status.costs.loads.disk_latency_s > 0
@@ -167,6 +166,5 @@ def test_only_a_changed_status_is_reported(engine, refs, tmp_path):
     # meanwhile its image is written to the disk
     disk = Residency.DISK
     assert eventually(lambda: engine.status().tiers[disk].used_bytes > blob_bytes, within_s=20)
-    told = engine.changed_status()
-    assert told is None or (told.live, told.moved) == (status.live, {})
-    assert engine.changed_status() is None
+    told = engine.report()
+    assert (told.live, told.moved) == (status.live, {})

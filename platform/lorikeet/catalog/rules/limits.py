@@ -94,10 +94,11 @@ def check_options(options: Mapping[str, Any]) -> None:
 def check_adapter_patterns(
     tenant: str | None, scopes: Collection[Scope], adapters: Collection[str]
 ) -> None:
-    """Raise InvalidInput unless scopes and adapter patterns of a new key fit together.
+    """Raise InvalidInput unless the scopes and adapter patterns of a new key fit together.
 
-    A publish key belongs to a tenant, has no other scope and has patterns. Other keys of tenants
-    may have patterns, which may name a tenant, too; admins' keys have none.
+    A publish key belongs to a tenant, has no other scope and at least one pattern. Other keys of
+    tenants may have patterns, also such as `lab/tone` for another tenant's adapters. Admins' keys
+    have none.
     """
     publishes = Scope.PUBLISH in scopes
     if publishes and (tenant is None or len(scopes) > 1):
@@ -108,7 +109,7 @@ def check_adapter_patterns(
         raise InvalidInput(
             "adapters: an admin's key uses none, only tenants' keys have patterns", param="adapters"
         )
-    if not publishes <= len(adapters) <= _MOST_PATTERNS:
+    if len(adapters) > _MOST_PATTERNS or (publishes and not adapters):
         raise InvalidInput(
             f"a key wants at most {_MOST_PATTERNS} patterns of adapters' names, such as policy-*, "
             "and a publish key at least one",

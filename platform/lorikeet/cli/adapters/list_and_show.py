@@ -109,8 +109,8 @@ def show_touched(version: dict[str, Any]) -> str:
 
 
 def show_kind(version: dict[str, Any]) -> Iterator[str]:
-    """Describe the invocation of a version that is an activated LoRA, and the labels of a version
-    with a head.
+    """Describe a version that is more than a plain LoRA: the labels of its head, or its invocation
+    tokens.
     """
     if (head := version["head"]) is not None:
         labels = head["labels"]

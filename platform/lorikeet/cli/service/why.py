@@ -107,7 +107,10 @@ def _summary(found: Json) -> Iterator[str]:
             f" {tokens['output']} out; {found['preemptions']} preemptions"
         )
     if (drafts := found["drafts"]) and drafts["drafted"]:
-        yield f"Drafted tokens: {drafts['drafted']}, {drafts['accepted']} of them accepted"
+        sources = drafts.get("sources", {})  # gateways of 0.1.0 do not tell them
+        each = [f"{name} {n['accepted']} of {n['drafted']}" for name, n in sources.items()]
+        detail = f" ({', '.join(each)})" if len(each) > 1 else ""
+        yield f"Drafted tokens: {drafts['drafted']}, {drafts['accepted']} of them accepted{detail}"
 
 
 def _member(each: Json) -> str:

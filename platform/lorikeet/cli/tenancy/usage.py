@@ -25,7 +25,13 @@ _NUMBERS = {
     "pushes": "#Pushes",
     "pushed_bytes": "#Pushed",
 }
-_NAMES = {"day": "Day", "tenant": "Tenant", "base_model": "Base model", "adapter": "Adapter"}
+_NAMES = {
+    "day": "Day",
+    "month": "Month",
+    "tenant": "Tenant",
+    "base_model": "Base model",
+    "adapter": "Adapter",
+}
 
 
 def _parse_day(text: str) -> str:

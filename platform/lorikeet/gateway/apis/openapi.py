@@ -1,4 +1,4 @@
-"""GET /v1/openapi.json: document of the tenants' API, with the schemas that parse requests."""
+"""GET /v1/openapi.json: description of the tenants' API, with the schemas that parse requests."""
 
 import asyncio
 import json
@@ -65,6 +65,7 @@ _ANTHROPIC_ERRORS = {"529": "The service is overloaded; Retry-After says when to
 _CONFLICT = {"409": "The version exceeds the tenant's limits."}
 _TINKER_ERRORS = {
     "402": "The month's budget is used up.",
+    "408": "The body did not arrive in time, or the samples are not ready.",
     "410": "The samples are no longer kept: send the request for them again.",
 }
 _OBJECT = {"schema": {"type": "object"}}
@@ -100,13 +101,13 @@ def _document_json(with_vllm: bool, with_tinker: bool) -> bytes:
 
 @cache
 def document(*, with_vllm: bool = False, with_tinker: bool = False) -> dict[str, Any]:
-    """Return the OpenAPI 3.1 document. Callers must not change it.
+    """Return the OpenAPI 3.1 document, which callers must not change.
 
     with_vllm: describe vLLM's endpoints for trainers, too.
     with_tinker: describe the sampling side of Tinker's API, too.
 
-    Requests have full schemas. Responses are plain objects, in the shapes of OpenAI's and
-    Anthropic's clients, whose packages define them.
+    Requests have full schemas. Responses are plain objects: the packages of OpenAI's and
+    Anthropic's clients define their shapes.
     """
     return {
         "openapi": "3.1.0",
@@ -123,6 +124,8 @@ def document(*, with_vllm: bool = False, with_tinker: bool = False) -> dict[str,
                 "Look up a model",
                 _path("model", "tenant/name, tenant/name@version or a base model"),
             ),
+            "/v1/limits": _get("get_limits", "Show limits, and how much of them is used"),
+            "/v1/requests": _get("list_requests", "Explain the last requests"),
             "/v1/requests/{request_id}": _get(
                 "explain_request",
                 "Explain where a request's time went",
@@ -134,7 +137,7 @@ def document(*, with_vllm: bool = False, with_tinker: bool = False) -> dict[str,
                 "Sum up usage",
                 _query("from", "date", "first day, UTC; else the first of this month"),
                 _query("to", "date", "last day, included; else today"),
-                _query("by", "", "adapter, day, or both with a comma between"),
+                _query("by", "", "some of day, month and adapter, with commas between"),
             ),
             "/v1/openapi.json": _get("get_openapi", "Describe the API"),
             **(_vllm() if with_vllm else {}),
@@ -173,21 +176,21 @@ def _stored_responses() -> dict[str, Any]:
     response_id = _path("response_id", "an answer's id, resp_ and 32 hexadecimal digits")
     path = "/v1/responses/{response_id}"
     get = _get("get_response", "Look up a stored response", response_id)
-    delete = _get("delete_response", "Delete a stored response", response_id)
+    delete = _operation("delete_response", "Delete a stored response", response_id)
     listed = _get(
         "list_input_items",
         "List the conversation that a stored response answers",
         response_id,
         *_page("items"),
     )
-    return {path: get | {"delete": delete["get"]}, f"{path}/input_items": listed}
+    return {path: get | {"delete": delete}, f"{path}/input_items": listed}
 
 
 def _files() -> dict[str, Any]:
     file_id = _path("file_id", "a file's id, file- and 24 hexadecimal digits")
     one, text = "/v1/files/{file_id}", {"type": "string"}
     get = _get("get_file", "Look up a file", file_id)
-    delete = _get("delete_file", "Delete a file", file_id)
+    delete = _operation("delete_file", "Delete a file", file_id)
     content = _get("get_file_content", "Read a file", file_id)
     read = content["get"]["responses"]["200"]
     read["content"] = {"application/octet-stream": {"schema": text}}
@@ -215,14 +218,14 @@ def _files() -> dict[str, Any]:
     }
     return {
         "/v1/files": listed | {"post": upload},
-        one: get | {"delete": delete["get"]},
+        one: get | {"delete": delete},
         f"{one}/content": content,
     }
 
 
 def _batches() -> dict[str, Any]:
     batch_id = _path("batch_id", "a batch's id, batch_ and 24 hexadecimal digits")
-    cancel = _get("cancel_batch", "Cancel a batch", batch_id)["get"]
+    cancel = _operation("cancel_batch", "Cancel a batch", batch_id)
     cancel["responses"] |= _responses(_JSON, {"409": "The batch has ended."})
     return {
         "/v1/batches": {
@@ -281,50 +284,48 @@ def _vllm() -> dict[str, Any]:
         DETOKENIZE: _generate("Convert token ids to text", "DetokenizeRequest", _JSON),
         GENERATE: _generate("Continue token ids", "InferenceRequest", _JSON),
         **{path: _get(path.strip("/"), "Describe the server") for path in QUESTIONS},
-        **{path: {"post": _get(path.strip("/"), said)["get"]} for path, said in posts.items()},
+        **{path: {"post": _operation(path.strip("/"), told)} for path, told in posts.items()},
     }
 
 
 def _tinker() -> dict[str, Any]:
-    """Return the operations of Tinker's API."""
+    """Return the operations of Tinker's API for sampling."""
+    errors = _ERRORS | _TINKER_ERRORS
+    parameters = {"session_id": "a session's id", "sampler_id": "a sampling session's id"}
 
-    def get(path: str, summary: str, *parameters: dict[str, Any]) -> dict[str, Any]:
+    def operation(path: str, summary: str) -> dict[str, Any]:
         name = re.sub(r"\W+", "_", path.removeprefix(TINKER)).strip("_")
-        described = _get(name, summary, *parameters)
-        described["get"]["responses"] = _responses(_JSON, errors)
-        return described
+        given = [_path(each, parameters[each]) for each in re.findall(r"{(\w+)}", path)]
+        return _operation(name, summary, *given) | {"responses": _responses(_JSON, errors)}
 
-    def post(path: str, summary: str, *parameters: dict[str, Any]) -> dict[str, Any]:
-        return {path: {"post": get(path, summary, *parameters)["get"]}}
-
-    def read(summary: str, request: type[Body], name: str | None = None) -> dict[str, Any]:
+    def post(summary: str, request: type[Body], name: str | None = None) -> dict[str, Any]:
         answer = _MESSAGE if name == "retrieve_future" else _JSON
         return _generate(summary, request.__name__, answer, errors, name)
 
-    errors = _ERRORS | _TINKER_ERRORS
-    training = [post(path, "Refuse to train") for path in tinker.TRAINING]
+    gets = {
+        tinker.SAMPLER: "Describe a sampling session",
+        tinker.CAPABILITIES: "List the base models",
+        tinker.HEALTH: "Tell that the service answers",
+    }
+    bare_posts = {
+        tinker.CONFIG: "Configure the client",
+        tinker.DYNAMIC_CONFIG: "Configure the running client",
+        tinker.CREATE_SESSION: "Create a session",
+        tinker.HEARTBEAT: "Do nothing: retrieving a sample keeps it alive",
+        tinker.FINISH_SESSION: "Do nothing",
+        tinker.TELEMETRY: "Drop the client's telemetry",
+        **dict.fromkeys(tinker.TRAINING, "Refuse to train"),
+    }
     return {
-        **post(tinker.CONFIG, "Configure the client"),
-        **post(tinker.DYNAMIC_CONFIG, "Configure the running client"),
-        **post(tinker.CREATE_SESSION, "Create a session"),
-        **post(tinker.HEARTBEAT, "Do nothing: a sample lives as long as its client asks for it"),
-        **post(tinker.FINISH_SESSION, "Do nothing", _path("session_id", "a session's id")),
-        **post(tinker.TELEMETRY, "Drop the client's telemetry"),
-        tinker.CREATE_SAMPLING_SESSION: read(
+        **{path: {"get": operation(path, summary)} for path, summary in gets.items()},
+        **{path: {"post": operation(path, summary)} for path, summary in bare_posts.items()},
+        tinker.CREATE_SAMPLING_SESSION: post(
             "Fix the version to sample from", tinker.SamplingSessionRequest
         ),
-        tinker.WEIGHTS_INFO: read("Describe an adapter", tinker.WeightsInfoRequest),
-        tinker.SAMPLER: get(
-            tinker.SAMPLER,
-            "Describe a sampling session",
-            _path("sampler_id", "a sampling session's id"),
-        ),
-        tinker.CAPABILITIES: get(tinker.CAPABILITIES, "List the base models"),
-        tinker.HEALTH: get(tinker.HEALTH, "Tell that the service answers"),
-        tinker.SAMPLE: read("Start samples", tinker.SampleRequest),
-        tinker.RETRIEVE: read("Retrieve samples", tinker.FutureRequest, "retrieve_future"),
-        tinker.CANCEL: read("Cancel samples", tinker.FutureRequest, "cancel_future"),
-        **{path: described for each in training for path, described in each.items()},
+        tinker.WEIGHTS_INFO: post("Describe an adapter", tinker.WeightsInfoRequest),
+        tinker.SAMPLE: post("Start samples", tinker.SampleRequest),
+        tinker.RETRIEVE: post("Retrieve samples", tinker.FutureRequest, "retrieve_future"),
+        tinker.CANCEL: post("Cancel samples", tinker.FutureRequest, "cancel_future"),
     }
 
 
@@ -345,13 +346,14 @@ def _generate(
     return {"post": post}
 
 
-def _get(operation: str, summary: str, *parameters: dict[str, Any]) -> dict[str, Any]:
-    described = {
-        "operationId": operation,
-        "summary": summary,
-        "responses": _responses(_JSON, _ERRORS),
-    }
-    return {"get": described | ({"parameters": list(parameters)} if parameters else {})}
+def _get(name: str, summary: str, *parameters: dict[str, Any]) -> dict[str, Any]:
+    return {"get": _operation(name, summary, *parameters)}
+
+
+def _operation(name: str, summary: str, *parameters: dict[str, Any]) -> dict[str, Any]:
+    """Return an operation without a body."""
+    described = {"operationId": name, "summary": summary, "responses": _responses(_JSON, _ERRORS)}
+    return described | ({"parameters": list(parameters)} if parameters else {})
 
 
 def _path(name: str, description: str) -> dict[str, Any]:
@@ -366,7 +368,7 @@ def _query(name: str, form: str, description: str) -> dict[str, Any]:
 
 
 def _page(things: str) -> list[dict[str, Any]]:
-    """Return the parameters of a list's pages."""
+    """Return the query parameters of a list that is returned in pages."""
     return [
         _query("limit", "", f"{things} of a page, from 1 to 100"),
         _query("after", "", "the id before the page"),

@@ -1,8 +1,8 @@
 """Requests that pool prompts instead of generating, in vLLM's shapes: POST /v1/classify, /v1/score
 and /v1/pooling.
 
-An adapter with a classification or reward head (AdapterRef.head) answers these alone, and all other
-adapters answer other requests alone.
+Only adapters with a classification or reward head (AdapterRef.head) answer these requests, and they
+answer no requests to generate.
 """
 
 from dataclasses import replace
@@ -26,10 +26,10 @@ from lorikeet_engine.request import SamplingParams
 class PoolRequest(TemplateFields, ApiRequest):
     """Fields common to requests that pool prompts.
 
-    input: texts or token ids, each of which is pooled.
-    messages: a chat, which is pooled as the chat template writes it, by default without the
-        beginning of an answer.
-    user: name of a session, as in requests that generate.
+    input: prompts, as texts or token ids. Each is pooled.
+    messages: a chat to pool, as the chat template writes it. Without add_generation_prompt it ends
+        before an answer's beginning.
+    user: name of the request's session.
     """
 
     no_ops: ClassVar[NoOps] = POOL_NO_OPS
@@ -53,7 +53,7 @@ class PoolRequest(TemplateFields, ApiRequest):
         return self
 
     def session(self) -> str | None:
-        """Return `user`, which names the request's session; None if it is absent."""
+        """Return the name of the request's session; None if it has none."""
         return self.user
 
     def to_call(self, context: CallContext) -> Call:
@@ -77,7 +77,7 @@ class PoolRequest(TemplateFields, ApiRequest):
 class ClassifyRequest(PoolRequest):
     """Request of POST /v1/classify.
 
-    use_activation: answer with probabilities; False: with the head's own values.
+    use_activation: None or True: return probabilities; False: return the head's own values.
     """
 
     endpoint = Endpoint.CLASSIFY
@@ -92,7 +92,7 @@ class ClassifyRequest(PoolRequest):
 class PoolingRequest(ClassifyRequest):
     """Request of POST /v1/pooling.
 
-    encoding_format: base64 of little-endian float32, or numbers.
+    encoding_format: float: return numbers; base64: return base64 of little-endian float32.
     """
 
     endpoint = Endpoint.POOLING
@@ -105,7 +105,7 @@ class PoolingRequest(ClassifyRequest):
 
 
 class ScoreRequest(PoolRequest):
-    """Request of POST /v1/score, for reward models: heads of one label."""
+    """Request of POST /v1/score, for reward models, whose heads have one label."""
 
     hints: ClassVar[dict[str, str]] = dict.fromkeys(
         ("text_1", "text_2", "queries", "documents"),
@@ -119,8 +119,8 @@ class ScoreRequest(PoolRequest):
 
 
 def check_head(call: Call) -> None:
-    """Raise InvalidInput if the called endpoint does not suit the adapter: if it pools and the
-    adapter has no head, or generates and the adapter has one, or scores with several labels.
+    """Raise InvalidInput if the endpoint pools and the adapter has no head, if it generates and the
+    adapter has one, or if it is /v1/score and the head has several labels.
     """
     head = call.adapter.head if isinstance(call.adapter, AdapterRef) else None
     if not call.endpoint.pools:

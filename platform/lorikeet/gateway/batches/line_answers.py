@@ -72,9 +72,5 @@ async def answer_line(app: ASGIApp, batch: BatchRecord, body: bytes) -> Answered
     await app(scope, receive, send)
     headers = {name.lower(): value.decode() for name, value in started["headers"]}
     wait = headers.get(b"retry-after")
-    text = b"".join(parts)
-    if b"\n" in text:
-        text = json.dumps(json.loads(text)).encode()
-    return Answered(
-        started["status"], headers[b"x-request-id"], text, None if wait is None else float(wait)
-    )
+    retry_after_s = None if wait is None else float(wait)
+    return Answered(started["status"], headers[b"x-request-id"], b"".join(parts), retry_after_s)

@@ -1,20 +1,25 @@
 """Lines of a batch's input: JSON objects, each a request with an id of the client's own."""
 
 import hashlib
-import json
+from codecs import BOM_UTF8
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from lorikeet.gateway.body import MAX_JSON_BYTES
+from pydantic_core import from_json, to_json
+
+from lorikeet.errors import RequestTooLarge
+from lorikeet.gateway.body import MAX_JSON_BYTES, MAX_VALUES, ValueBudget
 
 MAX_LINES = 50_000
 """Limit on the requests of one batch, as OpenAI's."""
 MAX_LINE_BYTES = MAX_JSON_BYTES
-"""Limit on the bytes of one line: that on the body of a request."""
+"""Limit on the bytes of one line, equal to that of a request's body."""
 MAX_ERRORS = 100
 """Number of errors at which the check of an input stops."""
 MAX_ID_LENGTH = 512
+_MAX_VALUES = MAX_VALUES + 10
+"""Approximate limit on the JSON values of one line: its body's, and its own members."""
 
 Json = dict[str, Any]
 
@@ -35,19 +40,19 @@ def read_lines(path: Path) -> Iterator[Line]:
     """Yield the requests of an input that has passed `check_lines`."""
     with path.open("rb") as file:
         for index, (_, text) in enumerate(_texts(file)):
-            line = json.loads(text)
-            yield Line(index, line["custom_id"], json.dumps(line["body"]).encode())
+            line = from_json(text)
+            yield Line(index, line["custom_id"], to_json(line["body"]))
 
 
 def check_lines(path: Path, endpoint: str) -> tuple[int, list[Json]]:
-    """Check the requests of an input, with one line in memory at a time.
+    """Return the number of requests in an input, and its errors in OpenAI's shape.
+
+    A batch with errors must not run. One line is in memory at a time.
 
     endpoint: path to which all requests must go.
-
-    Return the number of requests, and errors in OpenAI's shape; a batch with errors must not run.
     """
     errors: list[Json] = []
-    ids, count = set[bytes](), 0  # digests, as ids may be long
+    ids, count = set[bytes](), 0
     with path.open("rb") as file:
         for number, text in _texts(file):
             count += 1
@@ -65,8 +70,9 @@ def check_lines(path: Path, endpoint: str) -> tuple[int, list[Json]]:
 
 
 def _texts(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
-    """Yield the lines that are not blank, each with its number from 1. Of a line that is too long
-    only the beginning is yielded.
+    """Yield the number, from 1, and the text of each line that is not blank.
+
+    Yields only the first MAX_LINE_BYTES + 1 bytes of a longer line.
     """
     number = 0
     while text := file.readline(MAX_LINE_BYTES + 1):
@@ -75,19 +81,23 @@ def _texts(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
         while len(rest) > MAX_LINE_BYTES and not rest.endswith(b"\n"):
             rest = file.readline(MAX_LINE_BYTES + 1)
         if text.strip():
-            yield number, text
+            yield number, text.removeprefix(BOM_UTF8)
 
 
 def _check(text: bytes, endpoint: str, ids: set[bytes]) -> tuple[str, str, str | None] | None:
-    """Return code, message and field of a line's first error, None if it has none; add the line's
-    custom_id to `ids`.
+    """Return code, message and field of a line's first error; None for a line without errors.
+
+    ids: digests of the earlier lines' custom_ids, which may be long; the line's own is added.
     """
     if len(text) > MAX_LINE_BYTES:
         return "line_too_long", f"the line is longer than {MAX_LINE_BYTES} bytes", None
     try:
-        line = json.loads(text)
-        json.dumps(line, allow_nan=False).encode()
-    except (ValueError, RecursionError):
+        # Parsing holds the interpreter's lock, so the number of values must be bounded.
+        ValueBudget(_MAX_VALUES).spend(text)
+        line = from_json(text, allow_inf_nan=False)
+    except RequestTooLarge:
+        return RequestTooLarge.code, f"the line has more than {_MAX_VALUES} JSON values", None
+    except ValueError:
         return "invalid_json_line", "the line is not valid JSON in UTF-8", None
     if not isinstance(line, dict):
         return "invalid_json_line", "the line is not a JSON object", None
@@ -95,7 +105,7 @@ def _check(text: bytes, endpoint: str, ids: set[bytes]) -> tuple[str, str, str |
     if not isinstance(custom_id, str) or not 0 < len(custom_id) <= MAX_ID_LENGTH:
         want = f"custom_id: want a text of 1 to {MAX_ID_LENGTH} characters"
         return "missing_required_parameter", want, "custom_id"
-    digest = hashlib.sha256(custom_id.encode("utf-8", "surrogatepass")).digest()[:16]
+    digest = hashlib.sha256(custom_id.encode()).digest()[:16]
     if digest in ids:
         return "duplicate_custom_id", "custom_id: an earlier line has the same", "custom_id"
     ids.add(digest)

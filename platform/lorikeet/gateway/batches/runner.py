@@ -1,10 +1,9 @@
-"""Runs of batches in a gateway: each line is answered once idle capacity allows, and committed.
+"""Runs of batches in a gateway: each line is answered in the background, and its result committed.
 
 A gateway looks for open batches that no gateway runs, and claims one by a lease in the store. It
-answers lines at low priority, commits results in parts, and at the end writes the output. If it is
-killed, another gateway takes the lease over: the lines of committed parts are done, the others are
-answered again, and the output has each line once (batch_store.py). The lease saves work; the
-output would be right without it.
+answers the lines, commits results in parts, and at the end writes the output. If the gateway is
+killed, another gateway claims the batch and answers the lines that no part has. The output has each
+line once even if two gateways run a batch (batch_store.py): leases only save work.
 """
 
 import asyncio
@@ -15,12 +14,12 @@ import random
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from starlette.types import ASGIApp
 
@@ -43,28 +42,26 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 SCAN_S = 20.0
-"""Seconds between two looks for batches to run."""
+"""Seconds between two searches for batches to run."""
 WATCH_S = 5.0
-"""Seconds between two looks of a run at its batch, which may be cancelled or have expired."""
+"""Seconds between two renewals of a lease, with checks for a cancelled or expired batch."""
 DEAD_S = 45.0
-"""Seconds after which the gateway of a lease that was not renewed counts as dead."""
-FLUSH_S = 2.0
-"""Shortest time in seconds between two parts of results."""
-LONGEST_FLUSH_S = 60.0
+"""Seconds without a renewal of its lease after which a gateway counts as dead."""
+FLUSH_S, LONGEST_FLUSH_S = 2.0, 60.0
+"""Shortest and longest time between two parts of results, seconds."""
 _FLUSH_SHARE = 0.02
-"""Share of a run's time that lies between two parts: long runs have no thousands of parts."""
+"""Time between two parts as a share of the run's time so far, so that parts stay few."""
 MAX_RUNS = 8
-"""Limit on the batches that a gateway runs at once, one for each tenant."""
+"""Limit on the batches that a gateway runs at once, at most one of each tenant."""
 MAX_PENDING_BYTES = 64 * 2**20
 """Limit on a run's bytes of lines in flight and of results that no part has yet."""
-_AGAIN = frozenset(
+_RETRIED = frozenset(
     ("rate_limit_exceeded", "overloaded", "unavailable", "store_error", "adapter_not_ready")
 )
-"""Codes of errors that say nothing of the line: it is sent again until the batch expires."""
+"""Error codes that do not depend on the line, which is sent again until the batch expires."""
 _ATTEMPTS = 5
-"""Number of times that a line is sent if the service fails in another way."""
+"""Number of times that a line is sent if its answers have other codes of 5xx."""
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 1.0, 60.0
-_COMPLETED, _ELSEWHERE = "completed", "elsewhere"
 _UNDONE = {
     "expired": "the batch expired before this request was answered",
     "cancelled": "the batch was cancelled before this request was answered",
@@ -81,8 +78,8 @@ class BatchRunner:
     """
 
     def __init__(self, batches: BatchStore, files: FileStore, app: ASGIApp, at_once: int) -> None:
-        self._batches, self._files, self._app = batches, files, app
-        self._slots = asyncio.Semaphore(at_once)
+        self.batches, self.files, self.at_once = batches, files, at_once
+        self._app, self._answering = app, asyncio.Semaphore(at_once)
         self._threads = ThreadPoolExecutor(MAX_RUNS + 2, thread_name_prefix="batches")
         self._runs: dict[str, asyncio.Task[None]] = {}  # by tenant
         self._woken = asyncio.Event()
@@ -90,11 +87,11 @@ class BatchRunner:
         self._seen: dict[str, tuple[str, float, float]] = {}
 
     def wake(self) -> None:
-        """Look for batches to run at once: there is a new one."""
+        """Search for batches to run at once, as there is a new one."""
         self._woken.set()
 
     async def run(self) -> NoReturn:
-        """Run batches until cancelled; the results so far are then committed."""
+        """Run batches until cancelled, then commit the results so far."""
         try:
             while True:
                 self._woken.clear()
@@ -111,30 +108,35 @@ class BatchRunner:
                 task.cancel()
             await asyncio.gather(*running, return_exceptions=True)
 
+    async def answer(self, batch: BatchRecord, line: Line) -> Answered:
+        """Return the answer to a line, once fewer than `at_once` other lines are answered."""
+        async with self._answering:
+            return await answer_line(self._app, batch, line.body)
+
+    async def in_thread(self, work: Callable[[], T]) -> T:
+        """Return the result of `work`, called on a thread."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
     async def _scan(self) -> None:
-        """Claim and run the oldest batch, that nobody runs, of each tenant without a run here."""
+        """Run, for each tenant without a run here, its oldest batch that no gateway runs."""
         waiting = defaultdict[str, list[str]](list)
-        for tenant, batch_id in await self._in_thread(self._batches.open_batches):
+        for tenant, batch_id in await self.in_thread(self.batches.open_batches):
             waiting[tenant].append(batch_id)
-        self._seen = {key: seen for key, seen in self._seen.items() if self._is_open(key, waiting)}
+        open_now = {f"{tenant}/{each}" for tenant, ids in waiting.items() for each in ids}
+        self._seen = {key: seen for key, seen in self._seen.items() if key in open_now}
         tenants = [tenant for tenant in waiting if tenant not in self._runs]
         for tenant in random.sample(tenants, len(tenants)):
             for batch_id in waiting[tenant]:
                 if len(self._runs) >= MAX_RUNS:
                     return
-                run = await self._in_thread(partial(self._claim, tenant, batch_id))
-                if run is not None:
-                    self._runs[tenant] = asyncio.create_task(self._run(tenant, batch_id, run))
+                claimed = await self.in_thread(partial(self._claim, tenant, batch_id))
+                if claimed is not None:
+                    self._runs[tenant] = asyncio.create_task(self._run(*claimed))
                     break
 
-    @staticmethod
-    def _is_open(key: str, waiting: dict[str, list[str]]) -> bool:
-        tenant, _, batch_id = key.partition("/")
-        return batch_id in waiting.get(tenant, ())
-
-    def _claim(self, tenant: str, batch_id: str) -> int | None:
-        """Claim a batch unless it runs elsewhere; return the number of the run, or None."""
-        last, now_s = self._batches.last_lease(tenant, batch_id), time.monotonic()
+    def _claim(self, tenant: str, batch_id: str) -> tuple[BatchRecord, int] | None:
+        """Claim a batch unless another gateway runs it; return it and the number of the run."""
+        last, now_s = self.batches.last_lease(tenant, batch_id), time.monotonic()
         if last is not None:
             at = f"{tenant}/{batch_id}"
             key, modified, since_s = self._seen.get(at, ("", 0.0, 0.0))
@@ -143,17 +145,22 @@ class BatchRunner:
                 return None
             if now_s - since_s < DEAD_S:
                 return None
-        return self._batches.claim(tenant, batch_id, last)
+        run = self.batches.claim(tenant, batch_id, last)
+        if run is None:
+            return None
+        with suppress(NotFound):  # `lorikeet gc` has deleted the batch
+            batch = self.batches.batch(tenant, batch_id)
+            if self.batches.mark(batch, ENDED) is None:
+                return batch, run
+        self.batches.clear(tenant, batch_id)
+        return None
 
-    async def _run(self, tenant: str, batch_id: str, run: int) -> None:
-        facts = {"tenant": tenant, "batch": batch_id, "run": run}
+    async def _run(self, batch: BatchRecord, run: int) -> None:
+        facts = {"tenant": batch.tenant, "batch": batch.id, "run": run}
         log.info("batch_run_begun", extra=facts)
         try:
-            batch = await self._in_thread(lambda: self._batches.batch(tenant, batch_id))
             with tempfile.TemporaryDirectory(prefix="lorikeet-batch-") as folder:
                 await _Run(self, batch, run, Path(folder)).complete()
-        except NotFound:  # `lorikeet gc` has deleted it
-            await self._in_thread(partial(self._batches.clear, tenant, batch_id))
         except StoreError as error:
             log.warning("batch_run_failed", extra=facts | {"error": str(error)})
         except Exception:
@@ -161,11 +168,8 @@ class BatchRunner:
         else:
             log.info("batch_run_ended", extra=facts)
         finally:
-            del self._runs[tenant]
+            del self._runs[batch.tenant]
             self.wake()
-
-    async def _in_thread(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
 
 class _Run:
@@ -177,8 +181,8 @@ class _Run:
 
     def __init__(self, runner: BatchRunner, batch: BatchRecord, number: int, folder: Path) -> None:
         self._runner, self._batch, self._number, self._folder = runner, batch, number, folder
-        self._batches, self._files = runner._batches, runner._files
-        self._in_thread = runner._in_thread
+        self._batches, self._files = runner.batches, runner.files
+        self._in_thread = runner.in_thread
         self._input = folder / "input"
         self._results = list[Result]()
         self._parts, self._pending_bytes, self._begun_s = 0, 0, time.monotonic()
@@ -186,139 +190,142 @@ class _Run:
 
     async def complete(self) -> None:
         """Run the batch to its end, or until another gateway runs it. Raises StoreError."""
-        batch = self._batch
-        if await self._mark(ENDED) is not None:
-            await self._in_thread(partial(self._batches.clear, batch.tenant, batch.id))
+        errors: Sequence[Json] = ()
+        try:
+            status = await self._new_status()
+            if status is None:
+                errors = await self._in_thread(self._input_errors)
+                status = "failed" if errors else await self._answer_lines()
+            await self._in_thread(self._renew)
+        except _Superseded:
             return
-        reason = await self._reason_to_stop()
-        if reason is None:
-            if not await self._check_input():
-                return
-            reason = await self._answer_until_stopped()
-        if reason != _ELSEWHERE:
-            await self._in_thread(partial(self._finish, reason))
+        await self._in_thread(lambda: self._finish(status, errors))
 
-    async def _check_input(self) -> bool:
-        """Download the input and check it unless that was done; return whether it is right. A batch
-        with a wrong input ends as failed.
-        """
+    def _input_errors(self) -> list[Json]:
+        """Download the input; check it unless an earlier run has; return its errors."""
         batch = self._batch
+        try:
+            self._files.download(batch.tenant, batch.input_file_id, self._input)
+        except NotFound as error:
+            return [error_json(error.code, error.message, "input_file_id", None)]
+        if self._batches.mark(batch, VALIDATED) is not None:
+            return []
+        total, errors = check_lines(self._input, batch.endpoint)
+        if not errors:
+            self._batches.set_mark(batch, VALIDATED, total=total)
+        return errors
 
-        def check() -> bool:
-            try:
-                self._files.download(batch.tenant, batch.input_file_id, self._input)
-            except NotFound as error:
-                self._fail([error_json(error.code, error.message, "input_file_id", None)])
-                return False
-            if self._batches.mark(batch, VALIDATED) is None:
-                total, errors = check_lines(self._input, batch.endpoint)
-                if errors:
-                    self._fail(errors)
-                    return False
-                self._batches.set_mark(batch, VALIDATED, total=total)
-            return True
+    async def _answer_lines(self) -> str:
+        """Answer the lines that no part has; return the batch's status from now on.
 
-        return await self._in_thread(check)
-
-    def _fail(self, errors: list[Json]) -> None:
-        shown = {"object": "list", "data": errors}
-        self._batches.end(self._batch, "failed", errors=shown)
-
-    async def _answer_until_stopped(self) -> str:
-        """Answer the lines that are not done.
-
-        Return the batch's status from now on, or _ELSEWHERE if another gateway runs the batch.
+        Raises _Superseded, and then commits nothing: the other run answers the same lines.
         """
         done = await self._in_thread(
             lambda: {result.number for result in self._batches.results(self._batch)}
         )
-        answering = asyncio.create_task(self._answer_all(done))
-        watching = asyncio.create_task(self._watch())
-        keeping = asyncio.create_task(self._keep())
-        tasks = answering, watching, keeping
+        tasks = [
+            asyncio.create_task(work)
+            for work in (self._answer_all(done), self._watch(), self._keep_committing())
+        ]
+        answering, watching, _ = tasks
         try:
-            await asyncio.wait((answering, watching), return_when=asyncio.FIRST_COMPLETED)
-            if answering.done():
-                answering.result()  # raises an error of the store, or of ours
-                return _COMPLETED
-            return watching.result()
+            ended, _ = await asyncio.wait(
+                (answering, watching), return_when=asyncio.FIRST_COMPLETED
+            )
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            await asyncio.shield(self._commit())
+            if watching.cancelled() or watching.exception() is None:
+                await _to_the_end(self._commit())
+        return (answering if answering in ended else watching).result()
 
-    async def _answer_all(self, done: set[int]) -> None:
+    async def _answer_all(self, done: set[int]) -> str:
+        """Answer the lines that are not done, `at_once` of them at a time."""
         lines = (line for line in read_lines(self._input) if line.number not in done)
-        slots = self._runner._slots
+        places = asyncio.Semaphore(self._runner.at_once)
         async with asyncio.TaskGroup() as group:
             while (line := await self._in_thread(lambda: next(lines, None))) is not None:
                 await self._take_room(len(line.body))
-                await slots.acquire()
+                await places.acquire()
                 task = group.create_task(self._answer(line))
-                task.add_done_callback(lambda _: slots.release())
+                task.add_done_callback(lambda _: places.release())
+        while self._results and not await self._try_to_commit():
+            await asyncio.sleep(FLUSH_S)
+        return "completed"
 
     async def _answer(self, line: Line) -> None:
         """Answer a line and add its result."""
         answered = await self._answered(line)
         shown = _result_json(self._batch, line, answered)
-        result = Result(line.number, answered.status == OK, shown)
-        self._results.append(result)
-        self._pending_bytes += len(result.line)
+        self._results.append(Result(line.number, answered.status == OK, shown))
+        self._pending_bytes += len(shown)
         await self._give_room(len(line.body))
 
     async def _answered(self, line: Line) -> Answered:
+        """Return the answer to a line, sent again while the service fails."""
         wait_s, failures = _FIRST_WAIT_S, 0
         while True:
-            answered = await answer_line(self._runner._app, self._batch, line.body)
-            code = answered.code
-            failures += code not in _AGAIN
-            if code is None or (code not in _AGAIN and answered.status < 500):
-                return answered
-            if failures == _ATTEMPTS:
-                return answered
+            answered = await self._runner.answer(self._batch, line)
+            if answered.code not in _RETRIED:
+                failures += 1
+                if answered.status < 500 or failures == _ATTEMPTS:
+                    return answered
             await asyncio.sleep(max(wait_s, answered.retry_after_s or 0.0) * random.uniform(1, 1.2))
             wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
 
     async def _watch(self) -> str:
-        """Renew the lease until there is a reason to stop, and return it."""
+        """Renew the lease until the batch is cancelled or expires; return the batch's new status.
+
+        Raises _Superseded.
+        """
         while True:
             await asyncio.sleep(WATCH_S)
-            try:
-                reason = await self._reason_to_stop()
-            except StoreError:
-                continue
-            if reason is not None:
-                return reason
+            with suppress(StoreError):
+                status = await self._new_status()
+                if status is not None:
+                    return status
 
-    async def _reason_to_stop(self) -> str | None:
-        batch = self._batch
+    async def _new_status(self) -> str | None:
+        """Renew the lease; return the status of a cancelled or expired batch, None for another.
 
-        def reason() -> str | None:
-            if not self._batches.renew(batch, self._number):
-                return _ELSEWHERE
-            if self._batches.mark(batch, CANCELLING) is not None:
+        Raises _Superseded, StoreError.
+        """
+
+        def status() -> str | None:
+            self._renew()
+            if self._batches.mark(self._batch, CANCELLING) is not None:
                 return "cancelled"
-            return "expired" if self._batches.clock() >= batch.expires_at else None
+            return "expired" if self._batches.clock() >= self._batch.expires_at else None
 
-        return await self._in_thread(reason)
+        return await self._in_thread(status)
 
-    async def _keep(self) -> NoReturn:
+    def _renew(self) -> None:
+        """Renew the lease. Raises _Superseded, StoreError."""
+        if not self._batches.renew(self._batch, self._number):
+            raise _Superseded
+
+    async def _keep_committing(self) -> NoReturn:
         """Commit results from time to time."""
         while True:
             ran_s = time.monotonic() - self._begun_s
             await asyncio.sleep(min(max(FLUSH_S, _FLUSH_SHARE * ran_s), LONGEST_FLUSH_S))
-            try:
-                await self._commit()
-            except StoreError as error:
-                log.warning("batch_part_not_written", extra={"error": str(error)})
+            await self._try_to_commit()
+
+    async def _try_to_commit(self) -> bool:
+        """Commit results; return False if the store fails."""
+        try:
+            await _to_the_end(self._commit())
+        except StoreError as error:
+            log.warning("batch_part_not_written", extra={"error": str(error)})
+            return False
+        return True
 
     async def _commit(self) -> None:
         """Write the results since the last part as a part. Raises StoreError and keeps them."""
-        results = self._results
+        results, self._results = self._results, []
         if not results:
             return
-        self._results = []
         number, self._parts = self._parts, self._parts + 1
         try:
             await self._in_thread(
@@ -330,6 +337,7 @@ class _Run:
         await self._give_room(sum(len(result.line) for result in results))
 
     async def _take_room(self, size: int) -> None:
+        """Wait until `size` bytes fit into MAX_PENDING_BYTES, or nothing else is pending."""
         async with self._room:
             await self._room.wait_for(
                 lambda: not self._pending_bytes or self._pending_bytes + size <= MAX_PENDING_BYTES
@@ -341,47 +349,59 @@ class _Run:
             self._pending_bytes -= size
             self._room.notify_all()
 
-    async def _mark(self, name: str) -> dict[str, object] | None:
-        return await self._in_thread(lambda: self._batches.mark(self._batch, name))
+    def _finish(self, status: str, errors: Sequence[Json]) -> None:
+        """Write the output and the errors of the lines, then end the batch. Raises StoreError.
 
-    def _finish(self, status: str) -> None:
-        """Write the output and the errors, then end the batch. Raises StoreError."""
+        errors: errors of the input.
+        """
         batch, batches = self._batch, self._batches
-        total = (batches.mark(batch, VALIDATED) or {}).get("total", 0)
-        begun = batches.set_mark(batch, FINALIZING)
-        paths = {True: self._folder / "output", False: self._folder / "errors"}
-        counts, done = {True: 0, False: 0}, set[int]()
-        with paths[True].open("wb") as output, paths[False].open("wb") as errors:
-            for result in batches.results(batch):
-                (output if result.ok else errors).write(result.line + b"\n")
-                counts[result.ok] += 1
-                done.add(result.number)
-            for line in self._undone(done, total):
-                errors.write(_undone_json(batch, line, status) + b"\n")
-                counts[False] += 1
-        ids = {}
-        for ok, name in ((True, "output"), (False, "errors")):
-            if counts[ok]:
-                file_id = f"file-{begun['ms']:012x}{batch.id[-12:]}-{name}"
-                shown = f"{batch.id}_{name}.jsonl"
-                lifetime_s = batch.output_lifetime_s
-                made = self._files.add(batch.tenant, paths[ok], shown, lifetime_s, file_id)
-                ids[ok] = made.id
-        batches.end(
-            batch,
-            status,
-            output_file_id=ids.get(True),
-            error_file_id=ids.get(False),
-            request_counts={"total": total, "completed": counts[True], "failed": counts[False]},
-        )
+        said: Json = {"errors": {"object": "list", "data": errors}} if errors else {}
+        checked = batches.mark(batch, VALIDATED)
+        if checked is not None:
+            begun, total = batches.set_mark(batch, FINALIZING), checked["total"]
+            paths = {True: self._folder / "output", False: self._folder / "errors"}
+            done = dict[int, bool]()
+            with paths[True].open("wb") as output, paths[False].open("wb") as failed:
+                for result in batches.results(batch):
+                    (output if result.ok else failed).write(result.line + b"\n")
+                    done[result.number] = result.ok
+                for line in self._undone(done, total):
+                    failed.write(_undone_json(batch, line, status) + b"\n")
+            for ok, path in paths.items():
+                if path.stat().st_size:
+                    member = "output_file_id" if ok else "error_file_id"
+                    said[member] = f"file-{begun['ms']:012x}{batch.id[-12:]}-{path.name}"
+                    shown, lifetime_s = f"{batch.id}_{path.name}.jsonl", batch.output_lifetime_s
+                    self._files.add(batch.tenant, path, shown, lifetime_s, said[member])
+            completed = sum(done.values())
+            counts = {"total": total, "completed": completed, "failed": total - completed}
+            said["request_counts"] = counts
+        batches.end(batch, status, **said)
 
-    def _undone(self, done: set[int], total: int) -> Iterator[Line]:
-        """Yield the lines that are not done."""
+    def _undone(self, done: Collection[int], total: int) -> Iterator[Line]:
+        """Yield the lines that are not done; none if the input is gone."""
         if len(done) == total:
             return
-        if not self._input.exists():
-            self._files.download(self._batch.tenant, self._batch.input_file_id, self._input)
+        try:
+            if not self._input.exists():
+                self._files.download(self._batch.tenant, self._batch.input_file_id, self._input)
+        except NotFound:
+            return
         yield from (line for line in read_lines(self._input) if line.number not in done)
+
+
+class _Superseded(Exception):
+    """Another gateway runs the batch, or has ended it."""
+
+
+async def _to_the_end(work: Coroutine[Any, Any, None]) -> None:
+    """Await `work` to its end even if cancelled, and raise the cancellation then."""
+    task = asyncio.create_task(work)
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.gather(task, return_exceptions=True)
+        raise
 
 
 def _result_json(batch: BatchRecord, line: Line, answered: Answered) -> bytes:

@@ -90,7 +90,9 @@ def file_routes(reads: TenantReads, files: StoredFiles) -> APIRouter:
     async def upload_file(request: Request) -> Json:
         async with reads.admitted(request, _READS) as caller:
             tenant = caller.tenant.name
-            await files.call(lambda store: store.check_quota(tenant, 1))  # before the body is read
+            await files.call(
+                lambda store: store.check_quota(tenant, 1, 1)
+            )  # before the body is read
             with files.transfer(tenant):
                 async with _form(request) as form:
                     upload, lifetime_s = _upload(form), _lifetime_s(form)
@@ -231,8 +233,6 @@ def _lifetime_s(form: FormData) -> int:
 
 def _save(store: FileStore, tenant: str, upload: UploadFile, lifetime_s: int) -> StoredFile:
     """Save an upload. Raises InsufficientQuota, StoreError."""
-    assert upload.size is not None
-    store.check_quota(tenant, upload.size)
     with tempfile.TemporaryDirectory(prefix="lorikeet-file-") as folder:
         path = Path(folder) / "file"
         try:
@@ -241,7 +241,7 @@ def _save(store: FileStore, tenant: str, upload: UploadFile, lifetime_s: int) ->
         except OSError as error:
             raise StoreError(f"{folder}: {error.strerror}: free space there") from error
         name = (upload.filename or "file")[:_NAME_LENGTH]
-        return store.add(tenant, path, name, lifetime_s)
+        return store.upload(tenant, path, name, lifetime_s)
 
 
 def _open(store: FileStore, tenant: str, file_id: str) -> BinaryIO:

@@ -1,6 +1,7 @@
 """Explained requests.
 
-GET /v1/requests/{id} explains a tenant's own request, GET /admin/v1/requests/{id} any request.
+GET /v1/requests explains a tenant's last requests, GET /v1/requests/{id} one of them, and
+GET /admin/v1/requests/{id} any request.
 """
 
 from typing import Any
@@ -11,13 +12,17 @@ from lorikeet.gateway.reads import TenantReads
 from lorikeet.request_log.request_log import RequestLog
 
 _READS = 5
-"""Number of reads that an explanation of a request costs, because all gateways may be asked for it.
-"""
+"""Number of reads that explanations cost, because all gateways may be asked for them."""
 
 
 def request_routes(reads: TenantReads, request_log: RequestLog) -> APIRouter:
-    """Return the route that explains a tenant's own requests."""
+    """Return the routes that explain a tenant's own requests."""
     router = APIRouter(prefix="/v1/requests")
+
+    @router.get("")
+    async def recent(request: Request) -> dict[str, Any]:
+        async with reads.admitted(request, _READS) as caller:
+            return await request_log.recent(caller.tenant.name)
 
     @router.get("/{request_id}")
     async def why(request: Request, request_id: str) -> dict[str, Any]:

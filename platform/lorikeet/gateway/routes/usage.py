@@ -108,7 +108,7 @@ def usage_routes(reads: TenantReads, reports: UsageReports) -> APIRouter:
         first, last = period(first, to)
         days = min(max(0, (last - first).days), MOST_DAYS)
         async with reads.admitted(request, 1 + days / _DAYS_OF_READ) as caller:
-            columns = parse_by(by, (GroupBy.DAY, GroupBy.ADAPTER))
+            columns = parse_by(by, (GroupBy.DAY, GroupBy.MONTH, GroupBy.ADAPTER))
             return await reports.report_of(caller.tenant.name, first, last, columns)
 
     return router

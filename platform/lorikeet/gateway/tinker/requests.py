@@ -62,13 +62,13 @@ _Model = Annotated[str, Field(min_length=1, max_length=MAX_MODEL_LENGTH)]
 def sampling_session_id(model: str) -> str:
     """Return the id of a model's sampling sessions: its name, in characters that URLs may have.
 
-    The id is all that a sampling session has, so every gateway can serve it.
+    Gateways keep nothing else of a sampling session, so each can serve it.
     """
     return urlsafe_b64encode(model.encode()).decode().rstrip("=")
 
 
 def model_of_session(session_id: object) -> str:
-    """Return the name of the model of a sampling session. Raises ValueError for a bad id."""
+    """Return the name of a sampling session's model, from the session's id. Raises ValueError."""
     try:
         coded = str(session_id).encode("ascii")
         return urlsafe_b64decode(coded + b"=" * (-len(coded) % 4)).decode()
@@ -79,7 +79,7 @@ def model_of_session(session_id: object) -> str:
 
 
 def _model_of_path(path: str) -> str:
-    """Return the name of the model that a tinker:// path names. Raises ValueError for others."""
+    """Return the name of the model in a tinker:// path. Raises ValueError for another path."""
     model = path.removeprefix(_SCHEME)
     if model == path or not model:
         raise ValueError(f"want {_SCHEME}tenant/name, with @version, @alias or @digest or without")
@@ -92,9 +92,8 @@ _Path = Annotated[_Model, AfterValidator(_model_of_path)]
 class SamplingSessionRequest(Body):
     """Body of a request to create a sampling session.
 
-    base_model: name of a base model.
-    model_path: tinker:// path of an adapter, parsed to its name; `base_model` has no effect beside
-        it.
+    base_model: name of a base model; without effect beside model_path.
+    model_path: tinker:// path of an adapter, parsed to the adapter's name.
     """
 
     no_ops: ClassVar[NoOps] = {"type": ["create_sampling_session"]}
@@ -120,7 +119,10 @@ class WeightsInfoRequest(Body):
 
 
 class FutureRequest(Body):
-    """Body of a request for a sample, or to cancel it."""
+    """Body of a request to retrieve or to cancel samples.
+
+    request_id: id that the request for the samples returned.
+    """
 
     dropped: ClassVar[frozenset[str]] = frozenset({"allow_metadata_only"})  # answers are whole
 
@@ -128,7 +130,7 @@ class FutureRequest(Body):
 
 
 class EncodedText(Body):
-    """Part of a prompt, as token ids."""
+    """Part of a prompt: token ids."""
 
     hints: ClassVar[dict[str, str]] = dict.fromkeys(
         ("data", "location", "dmel"), ": prompts are token ids, in chunks of type encoded_text"
@@ -139,7 +141,7 @@ class EncodedText(Body):
 
 
 class ModelInput(Body):
-    """Prompt, in parts."""
+    """Prompt in parts, which are joined."""
 
     chunks: Annotated[list[EncodedText], Field(max_length=4096)]
 
@@ -158,10 +160,10 @@ _StopIds = Annotated[list[TokenId], Field(max_length=64)]
 
 
 class TinkerSampling(Body):
-    """Parameters of sampling.
+    """Tinker's SamplingParams.
 
-    stop: strings, or token ids, that end a sample, beside the model's end-of-sequence tokens. An
-        empty list: only max_tokens ends it.
+    stop: strings or token ids that end a sample, in addition to the model's end-of-sequence tokens;
+        with an empty list only max_tokens ends it, not even these tokens.
     """
 
     max_tokens: Tokens | None = None
@@ -181,7 +183,7 @@ class TinkerSampling(Body):
 class SampleRequest(ApiRequest):
     """Body of a request for samples.
 
-    model: name of the model, which the body has as a sampling session's id.
+    model: name of the model, parsed from the body's sampling_session_id.
     prompt_logprobs: return log probabilities of the prompt's tokens.
     prompt_logprobs_last_n: number of last tokens of the prompt that get log probabilities; null:
         all but the first.
@@ -218,10 +220,10 @@ class SampleRequest(ApiRequest):
         return self
 
     def session(self) -> None:
-        """Return None: the model's version is fixed already."""
+        """Return None: a sampling session names a version, so no alias has to choose one."""
 
     def before_end(self) -> Callable[[bytes], Awaitable[bytes]]:
-        """Return a function that converts a completion's body to Tinker's message."""
+        """Return a function that converts a completion's body to Tinker's SampleResponse."""
         wanted = WantedLogprobs(
             self.prompt_logprobs,
             self.prompt_logprobs_last_n,

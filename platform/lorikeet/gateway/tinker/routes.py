@@ -1,7 +1,7 @@
-"""Tinker's endpoints for sampling, as routes for keys that may infer.
+"""Tinker's endpoints for sampling, for keys that may infer.
 
-Sessions are stateless: a sampling session's id is the name of its model. Samples are requests like
-those of other endpoints, in the same limits, usage and explanations, except that they run in the
+The server keeps no sessions: a sampling session's id is the name of its model. A request for
+samples is checked, limited, counted and explained as those of other endpoints, but runs in the
 background (sample_futures.py).
 """
 
@@ -55,7 +55,7 @@ from lorikeet.gateway.tinker.requests import (
 from lorikeet.gateway.tinker.sample_futures import SampleFutures
 
 _POLL_READS = 0.2
-"""Reads that a question for a sample costs, a fifth of another's: clients ask for each sample."""
+"""Cost in reads of a request to retrieve samples: a fifth of others', since clients send many."""
 _PROTOBUF = "application/x-protobuf"
 
 
@@ -111,46 +111,44 @@ class _Endpoints:
         self._generate, self._futures = generate, futures
 
     async def config(self, request: Request) -> dict[str, Any]:
-        """Return the client's configuration: its defaults, without exchange of keys for tokens."""
+        """Return the client's configuration: defaults, and no exchange of keys for tokens."""
         async with self._reads.admitted(request):
             return {"pjwt_auth_enabled": False}
 
     async def dynamic_config(self, request: Request) -> dict[str, Any]:
-        """Return that the client should cancel samples that it gives up."""
+        """Tell the client to cancel samples that it gives up."""
         async with self._reads.admitted(request):
             return {"sample_cancel_enabled": True}
 
     async def create_session(self, request: Request) -> dict[str, Any]:
-        """Return a new session's id, which nothing depends on."""
+        """Return a random session id. The server keeps no sessions."""
         async with self._reads.admitted(request):
             return {"type": "create_session", "session_id": uuid.uuid4().hex}
 
     async def heartbeat(self, request: Request) -> dict[str, Any]:
-        """Return success, without effect: a sample lives as long as its client asks for it."""
+        """Return success. A heartbeat has no effect: retrieving a sample keeps it alive."""
         async with self._reads.admitted(request):
             return {"type": "session_heartbeat"}
 
     async def finish_session(self, request: Request, session_id: str) -> dict[str, Any]:  # noqa: ARG002
-        """Return success, without effect."""
+        """Return success. Nothing ends: the server keeps no sessions."""
         async with self._reads.admitted(request):
             return {}
 
     async def drop_telemetry(self, request: Request) -> dict[str, Any]:
-        """Return success, without reading the telemetry, which may quote prompts."""
+        """Return success. The telemetry, which may quote prompts, is not read."""
         async with self._reads.admitted(request):
             return {"status": "accepted"}
 
     async def create_sampling_session(self, request: Request) -> dict[str, Any]:
-        """Return the id of a sampling session, which samples one version of an adapter for ever.
+        """Return the id of a sampling session, which names one version of an adapter or of each of
+        several, or a base model.
 
         Raises UnknownModel.
         """
         async with self._reads.admitted(request) as caller:
             body = await read_json(request, SamplingSessionRequest)
-            if body.model_path is None:
-                named = self._base_model(body.base_model or "")
-            else:
-                named = body.model_path
+            named = body.model_path or self._base_model(body.base_model or "")
             model = _pinned(await self._resolve(named, caller))
             return {
                 "type": "create_sampling_session",
@@ -158,7 +156,7 @@ class _Endpoints:
             }
 
     async def sampler(self, request: Request, sampler_id: str) -> dict[str, Any]:
-        """Return the base model and the path of a sampling session's model."""
+        """Return base model and tinker:// path of a sampling session. Raises UnknownModel."""
         async with self._reads.admitted(request) as caller:
             try:
                 model = model_of_session(sampler_id)
@@ -173,16 +171,18 @@ class _Endpoints:
             }
 
     async def weights_info(self, request: Request) -> dict[str, Any]:
-        """Return an adapter's base model and rank."""
+        """Return an adapter's base model and rank. Raises UnknownModel."""
         async with self._reads.admitted(request) as caller:
             body = await read_json(request, WeightsInfoRequest)
             found = await self._resolve(body.tinker_path, caller)
-            is_lora = found.adapter is not None
-            rank = found.rank if is_lora else None
-            return {"base_model": self._hub_name(found), "is_lora": is_lora, "lora_rank": rank}
+            return {
+                "base_model": self._hub_name(found),
+                "is_lora": found.adapter is not None,
+                "lora_rank": found.rank or None,
+            }
 
     async def capabilities(self, request: Request) -> dict[str, Any]:
-        """Return the base models that a key may use, of which a key for some adapters has none."""
+        """Return the base models that the key may use: all, or none for a key for some adapters."""
         async with self._reads.admitted(request) as caller:
             base_models = () if caller.key.adapters else self._services.base_models
             models = [
@@ -197,25 +197,30 @@ class _Endpoints:
             return {"supported_models": models}
 
     async def health(self, request: Request) -> dict[str, str]:
-        """Return that the service answers."""
+        """Return success: the service runs and the key is valid."""
         async with self._reads.admitted(request):
             return {"status": "ok"}
 
     async def sample(self, request: Request) -> dict[str, Any]:
-        """Start samples; return the id by which their client retrieves them."""
+        """Start samples; return the id by which the client retrieves them.
+
+        Raises LorikeetError if the request is refused.
+        """
         response = await self._generate.answer(request)
         assert isinstance(response, ReplicaResponse)
         call = response.call
-        await self._futures.begin(response, request.receive)
+        with self._services.uses.using(call.adapter):  # until the sample's own task counts it
+            await self._futures.begin(response, request.receive)
         return {
             "request_id": call.request_id,
             "sample_sequence_ids": [f"{call.request_id}-{index}" for index in range(call.n)],
         }
 
     async def retrieve(self, request: Request) -> Response:
-        """Return samples, or the error that ended them.
+        """Return samples as protobuf, or the error that ended them as JSON.
 
-        Raises StillRunning; Expired if the client should send the request for the samples again.
+        Raises StillRunning if the samples have not ended, Expired if the client should send the
+        request for the samples again.
         """
         caller = await self._authenticator.caller(request)
         tenant = caller.tenant.name
@@ -251,7 +256,7 @@ class _Endpoints:
             )
 
     def _base_model(self, name: str) -> str:
-        """Return the served base model of this name, which may be its name on the Hub.
+        """Return the served base model that has this name here or on the Hugging Face Hub.
 
         Raises UnknownModel.
         """
@@ -266,8 +271,8 @@ class _Endpoints:
         return matching[0]
 
     def _hub_name(self, found: ResolvedModel) -> str:
-        """Return a base model's name on the Hub, by which clients get its tokenizer; without one,
-        its name here.
+        """Return a base model's name on the Hugging Face Hub, by which clients load its tokenizer.
+        Without one, return its name here.
         """
         served = self._services.base_models[found.base_model]
         of_hub = (alias for alias in served.aliases if re.fullmatch(r"[^/]+/[^/]+", alias))
@@ -281,7 +286,7 @@ class _Endpoints:
 
 
 def _pinned(found: ResolvedModel) -> str:
-    """Return the name of exactly this version of an adapter, or of each of several ones."""
+    """Return a name of the resolved model that never names another version of its adapters."""
     if found.adapter is None:
         return found.base_model
     return "+".join(

@@ -1,7 +1,7 @@
-"""Samples that run in the background or have ended, until their clients have fetched them.
+"""Requests for samples that run in the background, and their outcomes.
 
-A sample runs on the gateway that accepted it. Once it has ended, that gateway sends the outcome to
-the others, so that its client gets the outcome from whichever gateway it asks.
+A sample, which is one request with all its choices, runs on the gateway that accepted it. Once it
+has ended, that gateway sends the outcome to the others, so that any gateway can answer its client.
 """
 
 import asyncio
@@ -19,32 +19,33 @@ from lorikeet.protocol.messages import AnswerHeader, Refusal, StreamItem
 from lorikeet.protocol.peers import Peers, Poll
 
 ABANDONED_S = 120.0
-"""Seconds without a client's question after which a sample is cancelled."""
+"""Seconds after which a sample is cancelled if its client has not asked for it."""
 LIFETIME_S = 600.0
 """Seconds for which an outcome is kept."""
 TENANT_BYTES = 64 * 2**20
 GATEWAY_BYTES = 512 * 2**20
-"""Limits on the bytes of the outcomes that one gateway keeps, of one tenant and of all."""
-_WAIT_S = 25.0  # the client hangs up after 45 s
-_OUTCOME_BYTES = 2**10  # that an outcome takes beside its message
+"""Limits on the bytes of outcomes that one gateway keeps, for one tenant and for all."""
+_WAIT_S = 25.0  # for an outcome; the client hangs up after 45 s
+_OUTCOME_BYTES = 2**10  # of an outcome beside its message
 _CLOSING_S = 5.0
 _RUNNING = "running"
 _FIND, _ENDED, _CANCEL = "tinker_find", "tinker_ended", "tinker_cancel"
-_GONE = "this sample has ended unfetched, was cancelled, or its gateway was lost: send it again"
+_GONE = "this sample was cancelled, is no longer kept, or was lost with its gateway: send it again"
 
 Outcome = bytes | Refusal
 """A sample's message for its client, or the error that ended the sample."""
 
 
 class SampleFutures:
-    """Samples of all tenants, as far as this gateway knows them. For use in one event loop.
+    """Running samples of this gateway, and outcomes of all gateways' samples. For use in one event
+    loop.
 
-    An outcome remains until LIFETIME_S have passed, or until newer ones take the memory. Asking for
-    it again returns it again.
+    An outcome is kept for LIFETIME_S, or until newer ones need the memory. Each question for it
+    returns it.
     """
 
     def __init__(self, peers: Peers, gateways: int) -> None:
-        """gateways: number of gateways of the service."""
+        """Register with the other gateways. gateways: number of gateways of the service."""
         self._peers, self._alone = peers, gateways == 1
         self._running: dict[tuple[str, str], _Sample] = {}
         self._ended: dict[str, OrderedDict[str, Outcome]] = {}  # by tenant and id, oldest first
@@ -57,9 +58,10 @@ class SampleFutures:
     async def begin(self, response: ReplicaResponse, receive: Receive) -> None:
         """Run a call in the background; return once a replica has taken it.
 
-        receive: source of the request's ASGI messages, whose client may hang up meanwhile.
+        receive: source of the ASGI messages of the request.
 
-        Raises LorikeetError if the call is refused before; ClientDisconnect.
+        Raises LorikeetError if the call is refused before a replica takes it; ClientDisconnect,
+        after cancelling the call, if the client disconnects before.
         """
         sample = _Sample(response)
         key = response.call.tenant, response.call.request_id
@@ -72,9 +74,9 @@ class SampleFutures:
             raise
 
     async def outcome(self, tenant: str, request_id: str) -> Outcome | None:
-        """Return a sample's outcome; None if the sample has not ended within _WAIT_S seconds.
+        """Wait for a sample's outcome for at most _WAIT_S and return it; None if there is none yet.
 
-        A later question for the same sample makes an earlier one return None.
+        Of several waits for one sample only the last goes on; earlier ones return None at once.
 
         Raises Expired if no gateway knows the sample.
         """
@@ -92,7 +94,7 @@ class SampleFutures:
         return found if isinstance(found, Outcome) else None
 
     async def cancel(self, tenant: str, request_id: str) -> None:
-        """Cancel a sample, whichever gateway runs it. Does nothing if it has ended."""
+        """Cancel a sample on the gateway that runs it. Does nothing if the sample has ended."""
         if not await self._cancel(tenant, request_id):
             await self._ask(_CANCEL, tenant, request_id)
 
@@ -105,9 +107,10 @@ class SampleFutures:
             await asyncio.wait(tasks, timeout=_CLOSING_S)
 
     async def _run(self, key: tuple[str, str], sample: "_Sample") -> None:
-        """Run a sample, keep its outcome and send it to the other gateways.
+        """Run a sample; keep its outcome, and send it to the other gateways.
 
-        The outcome of a sample that no replica took is an exception of `sample.taken` instead.
+        The error of a sample that no replica took is an exception of `sample.taken`, which `begin`
+        raises, and no outcome.
         """
         outcome: Outcome = Refusal(Expired.code, _GONE)
         try:
@@ -129,14 +132,16 @@ class SampleFutures:
                 await self._ask(_ENDED, *key, outcome)
 
     async def _find(self, tenant: str, request_id: str) -> Outcome | str | None:
-        """Return the outcome of a sample, _RUNNING if the sample runs here, or None."""
+        """Return a sample's outcome; _RUNNING, and note that its client asked, if the sample runs
+        here; None if this gateway does not know it.
+        """
         if (sample := self._running.get((tenant, request_id))) is not None:
             sample.touch()
             return _RUNNING
         return self._outcomes(tenant).get(request_id)
 
     async def _cancel(self, tenant: str, request_id: str) -> bool:
-        """Cancel a sample if it runs here; return whether it does."""
+        """Cancel a sample if it runs here; return whether it did."""
         sample = self._running.get((tenant, request_id))
         if sample is not None:
             sample.leave()
@@ -181,7 +186,7 @@ class SampleFutures:
                 del self._waiting[key]
 
     async def _ask(self, question: str, *arguments: Any) -> Poll:
-        """Ask the other gateways; silent is None if they cannot be asked."""
+        """Return the other gateways' answers; none, with `silent` None, if they cannot be asked."""
         try:
             return Poll((), 0) if self._alone else await self._peers.poll(question, *arguments)
         except Unavailable:
@@ -195,9 +200,11 @@ class SampleFutures:
 
 
 class _Sample:
-    """A running call whose client may leave, and an observer that sees when a replica takes it.
+    """Running call of a sample, and the observer that notes when a replica takes the call.
 
-    taken: done once a replica has taken the call; its exception is that of a refusal before.
+    taken: done once a replica has taken the call or the call has ended; has the exception of a
+        call that failed before a replica took it.
+    was_taken: whether a replica has taken the call.
     """
 
     def __init__(self, response: ReplicaResponse) -> None:
@@ -210,7 +217,7 @@ class _Sample:
         response.observers.append(self)
 
     async def message(self) -> bytes:
-        """Run the call; return its answer, b"" if the client left. Raises LorikeetError."""
+        """Run the call; return its answer, b"" if it was cancelled. Raises LorikeetError."""
         parts = list[bytes]()
 
         async def receive() -> Message:
@@ -233,18 +240,18 @@ class _Sample:
         self._timer = asyncio.get_running_loop().call_later(ABANDONED_S, self.leave)
 
     def fail(self, error: Exception) -> None:
-        """Make an error the result of `taken`, unless a replica took the call before."""
+        """Give `taken` an exception, unless it is done."""
         if not self.taken.done():
             self.taken.set_exception(error)
 
     def ended(self) -> None:
-        """Note that the call has ended."""
+        """Stop the timer that would cancel the call; end the wait for `taken`."""
         self._timer.cancel()
         if not self.taken.done():
             self.taken.set_result(None)
 
     def on_item(self, item: StreamItem) -> None:
-        """Note that a replica took the call."""
+        """Note that a replica has taken the call, if the item is its first."""
         if isinstance(item, AnswerHeader):
             self.was_taken = True
             if not self.taken.done():
@@ -254,7 +261,7 @@ class _Sample:
         """Do nothing."""
 
     def headers(self) -> Headers:
-        """Return no headers: nobody would see them."""
+        """Return no headers: the client does not get this answer's."""
         return ()
 
     def __enter__(self) -> "_Sample":

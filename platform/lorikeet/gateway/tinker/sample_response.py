@@ -1,8 +1,8 @@
-"""Tinker's SampleResponse, a protobuf message, from the JSON body of a completion.
+"""Conversion of a completion's JSON body to Tinker's SampleResponse, a protobuf message.
 
-The fields of the message are those of tinker_public.proto in the package `tinker` 0.38. They need
-only two wire types, which are written here: varints, and values with a length
-(https://protobuf.dev/programming-guides/encoding).
+Field numbers are those of tinker_public.proto in the package `tinker` 0.38. The message needs only
+two wire types, varints and length-delimited values
+(https://protobuf.dev/programming-guides/encoding), which this module encodes itself.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,17 +13,17 @@ from pydantic_core import from_json
 
 _STOP, _LENGTH = 0, 1
 _NO_LOGPROB = -99999.0
-"""The client's number for a position without log probabilities, with token 0."""
+"""Log probability by which the client recognises a place without a token; its token is 0."""
 
 Top = Sequence[tuple[int, float]]
 """Most likely tokens at one position, likeliest first, with their log probabilities."""
 
 
 class WantedLogprobs(NamedTuple):
-    """Log probabilities that a request wants.
+    """Log probabilities that a request asks for.
 
-    prompt: those of the prompt's tokens.
-    last: number of the prompt's last tokens that get any; None: all but the first.
+    prompt: whether those of the prompt's tokens are wanted.
+    last: number of the prompt's last tokens that get log probabilities; None: all but the first.
     top_prompt, top_sample: number of most likely tokens at each position of prompt and samples.
     """
 
@@ -72,7 +72,7 @@ def _sequence(choice: Mapping[str, Any], top: int) -> bytes:
 
 
 def _own(entry: Mapping[str, Any]) -> float:
-    """Return the log probability of a prompt's token, which is the first of its entry."""
+    """Return the log probability of a prompt's own token: the first in its position's entry."""
     return float(next(iter(entry.values()))["logprob"])
 
 

@@ -1,5 +1,5 @@
-"""Requests of vLLM's POST /inference/v1/generate, by which SkyRL's rollouts sample: token ids in,
-token ids out.
+"""Requests of vLLM's POST /inference/v1/generate, which continue token ids and return token ids.
+SkyRL's rollouts send them.
 """
 
 import asyncio
@@ -30,7 +30,9 @@ from lorikeet_engine.request import MAX_LOGPROBS, MAX_PROMPT_LOGPROBS
 
 
 class VllmSampling(Body):
-    """vLLM's SamplingParams, with its defaults. Fields that change texts alone have no effect."""
+    """vLLM's SamplingParams with vLLM's defaults. Fields that only change text are accepted without
+    effect, as answers have no text.
+    """
 
     no_ops: ClassVar[NoOps] = SAMPLING_NO_OPS
     dropped: ClassVar[frozenset[str]] = frozenset(
@@ -74,7 +76,7 @@ class InferenceRequest(ApiRequest):
     sampling_params: VllmSampling
 
     def session(self) -> None:
-        """Return None: the header names the session."""
+        """Return None: only the header X-Session-ID can name the request's session."""
 
     def before_end(self) -> Callable[[bytes], Awaitable[bytes]]:
         """Return a function that converts a completion's body to vLLM's answer."""
@@ -97,10 +99,10 @@ class InferenceRequest(ApiRequest):
 
 
 def _answer(body: bytes, top: int) -> bytes:
-    """Return vLLM's answer as JSON.
+    """Return the JSON body of vLLM's answer, made of a completion's.
 
-    body: a completion's JSON, with token ids.
-    top: number of alternatives of each token.
+    body: the completion's JSON body, with token ids.
+    top: number of most likely tokens at each position.
     """
     completion = from_json(body)
     choices = [
@@ -123,7 +125,10 @@ def _answer(body: bytes, top: int) -> bytes:
 
 
 def _logprobs(known: Mapping[str, Any], top: int) -> dict[str, Any]:
-    """Return the log probabilities of a completion's choice in the shape of a chat's."""
+    """Convert the log probabilities of a completion's choice to the shape of a chat's.
+
+    top: number of most likely tokens at each position.
+    """
     alternatives = [
         [{"token": name, "logprob": likely} for name, likely in list(entry.items())[:top]]
         for entry in known["top_logprobs"]

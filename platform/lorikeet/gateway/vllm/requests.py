@@ -44,7 +44,10 @@ class LoadRequest(Body):
 
 
 class SkyrlLoadRequest(LoadRequest):
-    """Body of SkyRL's request to load an adapter, which replaces another of the name by default."""
+    """Body of SkyRL's request to load an adapter.
+
+    load_inplace: as LoadRequest's, but true by default.
+    """
 
     load_inplace: bool = True
 

@@ -184,7 +184,7 @@ class VllmEndpoints:
 
     async def _load(self, request: Request, schema: type[LoadRequest]) -> str:
         """Push the adapter in a folder as an ephemeral version, and wait until all replicas have
-        it; return the adapter's name, as the client wrote it. Idempotent.
+        it. Return the adapter's name as the client wrote it. Repeating the request changes nothing.
         """
         async with self._pushes.admitted(request) as pusher:
             self._reads.count(pusher.caller.tenant.name)

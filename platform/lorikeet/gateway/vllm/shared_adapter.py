@@ -30,7 +30,7 @@ class SharedAdapter:
     tenant's folder, even if another process replaces a part of it by a link meanwhile.
 
     size_bytes: size of the adapter's files.
-    close: function that closes the folder, as the end of the object does.
+    close: function that closes the folder. Garbage collection of the object closes it, too.
     """
 
     def __init__(self, allowed: Path, path: str) -> None:

@@ -1,40 +1,71 @@
-// Requests to the gateway, and their answers.
+// The admins' view: the whole fleet.
 
-const TIMEOUT_MS = 8000;
-const KEY = /^[\w-]+$/;
+import { introduce } from "./colours.js";
+import { byId } from "./dom.js";
+import { count } from "./format.js";
+import { get } from "./gateway.js";
+import { Lines } from "./lines.js";
+import { Moves, Tenants, showPins, showWaiting } from "./lists.js";
+import { Details, Replicas } from "./replicas.js";
+
 const PINNED = 1;
 const ARRIVING = 2;
 
-/** Failure of a request, with a message for the user. `locked`: the key is refused, so do not retry. */
-export class NoAnswer extends Error {
-  constructor(message, locked = false) {
-    super(message);
-    this.locked = locked;
+export class FleetView {
+  everyMs = 1000;
+
+  constructor() {
+    this.fleet = null;
+  }
+
+  /** Fetch the fleet's current state. Throws NoAnswer. */
+  async ask(key) {
+    return decoded(await get(key, "admin/v1/fleet"));
+  }
+
+  open() {
+    for (const id of ["lines", "replicas", "tenants"]) byId(id).replaceChildren();
+    this.replicas = new Replicas(byId("replicas"), new Details(byId("details")));
+    this.lines = new Lines(byId("lines"));
+    this.tenants = new Tenants(byId("tenants"), (tenant) => this.replicas.only(tenant));
+    this.moves = new Moves(byId("moves"));
+  }
+
+  /** Show the fleet; return the page's totals, as pairs of name and text. */
+  show(fleet) {
+    this.fleet = fleet;
+    introduce([...fleet.tenants, ...fleet.waiting.rows.map(({ tenant }) => tenant)]);
+    this.lines.show(fleet.lines);
+    this.replicas.show(fleet);
+    this.tenants.show(fleet);
+    this.moves.see(fleet);
+    showWaiting(byId("waiting"), fleet.waiting);
+    showPins(byId("pins"), fleet.pins);
+    return totals(fleet);
+  }
+
+  /** Draw the same data again, in other colours. */
+  repaint() {
+    if (!this.fleet) return;
+    this.replicas.redraw();
+    this.tenants.show(this.fleet);
+    this.moves.show();
+    showWaiting(byId("waiting"), this.fleet.waiting);
   }
 }
 
-/** Fetch the fleet's current state. Throws NoAnswer. */
-export async function askFleet(key) {
-  if (!KEY.test(key)) throw new NoAnswer("This is no key: a key has only letters, digits, - and _.", true);
-  let answer;
-  let body = null;
-  try {
-    answer = await fetch("admin/v1/fleet", {
-      headers: { authorization: `Bearer ${key}` },
-      cache: "no-store",
-      credentials: "omit",
-      redirect: "error",
-      signal: AbortSignal.timeout(TIMEOUT_MS),
-    });
-    body = await answer.json();
-  } catch {
-    if (answer?.ok !== false) throw new NoAnswer("The gateway does not answer.");
-  }
-  if (answer.ok) return decoded(body);
-  const why = body?.error?.message ?? "";
-  if (answer.status === 401) throw new NoAnswer(`The gateway refuses this key: ${why || "it is not known"}.`, true);
-  if (answer.status === 403) throw new NoAnswer("This is a tenant’s key. This page needs an admin’s: lorikeet keys create --admin --read-only makes one that may only read.", true);
-  throw new NoAnswer(`The gateway answers ${answer.status}${why ? `: ${why}` : "."}`);
+function totals({ replicas, waiting, gateways, catalog_seq: seq }) {
+  const running = replicas.reduce((sum, replica) => sum + replica.running, 0);
+  const onGpu = new Set(replicas.flatMap(({ blocks }) => blocks.map(({ digest }) => digest))).size;
+  const silent = gateways.silent ? ` (${gateways.silent} silent)` : "";
+  return [
+    ["Replicas", count(replicas.length)],
+    ["Gateways", `${count(gateways.answered)}${silent}`],
+    ["Adapters on GPUs", count(onGpu)],
+    ["Running", count(running)],
+    ["Waiting", count(waiting.requests)],
+    ["Catalog entry", count(seq)],
+  ];
 }
 
 /** Replace indexes in the answer by the tenants and adapters that they stand for. */

@@ -1,20 +1,19 @@
-// The page: polls every second while it is visible, and warns if its data is old.
+// The page: shows the view of the key's role, polls while it is visible, and warns if its data is old.
 
-import { darkness, introduce } from "./colours.js";
+import { AccountView } from "./account.js";
+import { darkness } from "./colours.js";
 import { byId, fill, make, say } from "./dom.js";
-import { NoAnswer, askFleet } from "./fleet.js";
-import { count, seconds } from "./format.js";
-import { Lines } from "./lines.js";
-import { Moves, Tenants, showPins, showWaiting } from "./lists.js";
-import { Details, Replicas } from "./replicas.js";
+import { FleetView } from "./fleet.js";
+import { seconds } from "./format.js";
+import { NoAnswer } from "./gateway.js";
 
-const KEY = "lorikeet-admin-key";
-const EVERY_MS = 1000;
-const OLD_MS = 4000;
+const KEPT = "lorikeet-key";
+const VIEWS = { account: AccountView, fleet: FleetView };
+const LATE_MS = 3000;
 const LOOK_MS = 500;
 
-let key = sessionStorage.getItem(KEY);
-let page = null;
+let key = null;
+let view = null;
 let timer = null;
 let asking = null; // the poll in progress; an answer to an earlier one, of a forgotten key, is dropped
 let answered = null; // performance.now() of the last answer
@@ -30,9 +29,10 @@ function start() {
     if (document.hidden) clearTimeout(timer);
     else if (key) ask();
   });
-  darkness.addEventListener("change", repaint);
+  darkness.addEventListener("change", () => view?.repaint());
   setInterval(sayHowOld, LOOK_MS);
-  if (key) open();
+  const kept = JSON.parse(sessionStorage.getItem(KEPT));
+  if (kept) open(kept.key, kept.role, new VIEWS[kept.role]());
   else logOut("");
 }
 
@@ -40,12 +40,11 @@ async function logIn(typed) {
   say(byId("login-error"), "");
   byId("login-form").inert = true;
   try {
-    const fleet = await askFleet(typed);
-    key = typed;
-    sessionStorage.setItem(KEY, key);
+    const { role, found, data } = await roleOf(typed);
+    sessionStorage.setItem(KEPT, JSON.stringify({ key: typed, role }));
     byId("key").value = "";
-    open();
-    show(fleet);
+    open(typed, role, found);
+    show(data);
   } catch (error) {
     if (!(error instanceof NoAnswer)) throw error;
     say(byId("login-error"), error.message);
@@ -55,10 +54,24 @@ async function logIn(typed) {
   }
 }
 
+/** Return the role of a key, its view and that view's first data. Throws NoAnswer. */
+async function roleOf(typed) {
+  for (const role of ["account", "fleet"]) {
+    const found = new VIEWS[role]();
+    try {
+      return { role, found, data: await found.ask(typed) };
+    } catch (error) {
+      if (![403, 404].includes(error.status)) throw error;
+      if (role === "fleet" && error.status === 404) throw new NoAnswer("This is no key of a tenant that may read. An admin’s page is at /ui of the admin listener.");
+    }
+  }
+  throw new NoAnswer("This key only pushes adapters: take another key of its tenant.");
+}
+
 function logOut(why) {
-  sessionStorage.removeItem(KEY);
+  sessionStorage.removeItem(KEPT);
   clearTimeout(timer);
-  key = page = answered = asking = null;
+  key = view = answered = asking = null;
   byId("page").hidden = true;
   byId("details").hidden = true;
   byId("login").hidden = false;
@@ -66,18 +79,14 @@ function logOut(why) {
   byId("key").focus();
 }
 
-function open() {
+function open(itsKey, role, itsView) {
+  key = itsKey;
+  view = itsView;
   byId("login").hidden = true;
   byId("page").hidden = false;
-  for (const id of ["lines", "replicas", "tenants"]) byId(id).replaceChildren();
-  const replicas = new Replicas(byId("replicas"), new Details(byId("details")));
-  page = {
-    replicas,
-    lines: new Lines(byId("lines")),
-    tenants: new Tenants(byId("tenants"), (tenant) => replicas.only(tenant)),
-    moves: new Moves(byId("moves")),
-    fleet: null,
-  };
+  for (const each of Object.keys(VIEWS)) byId(each).hidden = each !== role;
+  byId("totals").replaceChildren();
+  view.open();
   trouble = "";
   sayHowOld();
   ask();
@@ -89,10 +98,10 @@ async function ask() {
   const round = (asking = {});
   const began = performance.now();
   try {
-    const fleet = await askFleet(key);
+    const data = await view.ask(key);
     if (asking !== round) return;
     trouble = "";
-    show(fleet);
+    show(data);
   } catch (error) {
     if (!(error instanceof NoAnswer)) throw error;
     if (asking !== round) return;
@@ -105,51 +114,20 @@ async function ask() {
   } finally {
     if (asking === round) asking = null;
   }
-  if (key && !document.hidden) timer = setTimeout(ask, Math.max(100, EVERY_MS - (performance.now() - began)));
+  if (key && !document.hidden) timer = setTimeout(ask, Math.max(100, view.everyMs - (performance.now() - began)));
 }
 
-function show(fleet) {
+function show(data) {
   answered = performance.now();
-  page.fleet = fleet;
-  introduce([...fleet.tenants, ...fleet.waiting.rows.map(({ tenant }) => tenant)]);
-  page.lines.show(fleet.lines);
-  page.replicas.show(fleet);
-  page.tenants.show(fleet);
-  page.moves.see(fleet);
-  showWaiting(byId("waiting"), fleet.waiting);
-  showPins(byId("pins"), fleet.pins);
-  showTotals(fleet);
+  const totals = view.show(data);
+  fill(byId("totals"), totals, () => totals.map(([name, value]) => make("div", {}, make("dt", {}, name), make("dd", {}, value))));
   sayHowOld();
 }
 
-/** Draw the same data again, in other colours. */
-function repaint() {
-  if (!page?.fleet) return;
-  page.replicas.redraw();
-  page.tenants.show(page.fleet);
-  page.moves.show();
-  showWaiting(byId("waiting"), page.fleet.waiting);
-}
-
-function showTotals({ replicas, waiting, gateways, catalog_seq: seq }) {
-  const running = replicas.reduce((sum, replica) => sum + replica.running, 0);
-  const onGpu = new Set(replicas.flatMap(({ blocks }) => blocks.map(({ digest }) => digest))).size;
-  const silent = gateways.silent ? ` (${gateways.silent} silent)` : "";
-  const totals = [
-    ["Replicas", count(replicas.length)],
-    ["Gateways", `${count(gateways.answered)}${silent}`],
-    ["Adapters on GPUs", count(onGpu)],
-    ["Running", count(running)],
-    ["Waiting", count(waiting.requests)],
-    ["Catalog entry", count(seq)],
-  ];
-  fill(byId("totals"), totals, () => totals.map(([name, value]) => make("div", {}, make("dt", {}, name), make("dd", {}, value))));
-}
-
 function sayHowOld() {
-  if (!page) return;
+  if (!view) return;
   const age = answered === null ? 0 : performance.now() - answered;
-  const old = Boolean(trouble) || age > OLD_MS;
+  const old = Boolean(trouble) || age > view.everyMs + LATE_MS;
   byId("freshness").className = answered === null && !trouble ? "freshness" : old ? "freshness old" : "freshness live";
   byId("content").classList.toggle("old", old);
   const wrong = trouble || "The gateway is slow to answer.";

@@ -114,7 +114,7 @@ class Row {
   }
 }
 
-class Bar {
+export class Bar {
   constructor(name) {
     this.fill = make("i");
     this.text = make("span", { class: "amount" });

@@ -1,0 +1,127 @@
+"""Recent answers of each adapter, in which drafts of its next answers are found.
+
+Answers of one adapter resemble each other. Answers are kept by tenant, salt and adapter digest, as
+pages in the prefix cache are, so a draft never contains another tenant's or another adapter's text.
+"""
+
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from lorikeet_engine.request import DraftSource
+
+Tokens = npt.NDArray[np.int32]
+
+END = -1
+"""Stands behind each answer in AdapterAnswers.tokens; no token has this id."""
+LEAD = 3
+"""Number of prompt tokens that are kept before each answer, so that its first tokens are found."""
+
+# Tokens of the answers that are kept of one adapter; a search of them takes about 10 µs.
+_ADAPTER_TOKENS = 8192
+# Bytes of all answers.
+_MOST_BYTES = 32 << 20
+_TOKEN_BYTES = 4
+# Bytes of an adapter's entry, without its tokens.
+_ENTRY_BYTES = 1024
+# Time without use after which answers are dropped, such as those of retired versions.
+_UNUSED_S = 600.0
+# Shorter answers are not kept.
+_SHORTEST = 4
+# Weight of the last answer in the acceptance.
+_NEWEST = 1 / 4
+
+
+Key = tuple[str, str, str | None]
+"""Tenant, salt and adapter digest (None for the base model) of requests."""
+
+
+class AdapterAnswers:
+    """Recent answers to one tenant with one adapter.
+
+    tokens: answers, the latest last, each with LEAD prompt tokens before and END behind; never
+        changed in place.
+    acceptance: share of predicted tokens that came true in the last answers, by source.
+    used_s: time of the last use, by the monotonic clock.
+    """
+
+    __slots__ = ("acceptance", "tokens", "used_s")
+
+    def __init__(self) -> None:
+        self.tokens: Tokens = np.empty(0, np.int32)
+        self.used_s = 0.0
+        self.acceptance = dict.fromkeys(DraftSource, 0.0)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the answers take."""
+        return _ENTRY_BYTES + _TOKEN_BYTES * len(self.tokens)
+
+    def add(self, lead: Sequence[int], answer: Sequence[int]) -> None:
+        """Append an answer; drop the oldest tokens beyond the bound.
+
+        lead: last tokens of the answer's prompt.
+        """
+        if len(answer) >= _SHORTEST:
+            added = np.array([*lead, *answer, END], np.int32)
+            self.tokens = np.concatenate([self.tokens, added])[-_ADAPTER_TOKENS:].copy()
+
+    def record(self, source: DraftSource, acceptance: float) -> None:
+        """Include the acceptance of an answer's predictions in the mean."""
+        self.acceptance[source] += _NEWEST * (acceptance - self.acceptance[source])
+
+
+class RecentAnswers:
+    """Recent answers of all adapters, within a number of bytes. For the engine's thread only.
+
+    If the bytes exceed the bound, the answers of the adapter that was used least recently are
+    dropped; so are answers unused for ten minutes.
+
+    nbytes: bytes of all answers.
+    """
+
+    def __init__(self, most_bytes: int = _MOST_BYTES) -> None:
+        self._most_bytes, self.nbytes = most_bytes, 0
+        self._kept: dict[Key, AdapterAnswers] = {}  # the last used last
+
+    def of(self, key: Key) -> AdapterAnswers:
+        """Return the answers of a tenant's adapter, at first none."""
+        answers = self._kept.pop(key, None)
+        if answers is None:
+            answers = AdapterAnswers()
+            self.nbytes += answers.nbytes
+        self._kept[key] = answers
+        answers.used_s = time.monotonic()
+        self._drop(answers.used_s)
+        return answers
+
+    def add(self, key: Key, lead: Sequence[int], answer: Sequence[int]) -> AdapterAnswers:
+        """Append an answer to the answers of a tenant's adapter; return them.
+
+        lead: last tokens of the answer's prompt.
+        """
+        answers = self.of(key)
+        self.nbytes -= answers.nbytes
+        answers.add(lead[-LEAD:], answer)
+        self.nbytes += answers.nbytes
+        self._drop(answers.used_s)
+        return answers
+
+    def forget_adapter(self, digest: str) -> None:
+        """Drop the answers of an adapter, whoever has used it."""
+        for key in [key for key in self._kept if key[2] is not None and digest in key[2]]:
+            self._forget(key)
+
+    def _drop(self, now_s: float) -> None:
+        while len(self._kept) > 1:
+            key = next(iter(self._kept))
+            if self.nbytes <= self._most_bytes and self._kept[key].used_s >= now_s - _UNUSED_S:
+                return
+            self._forget(key)
+
+    def _forget(self, key: Key) -> None:
+        answers = self._kept.pop(key)
+        self.nbytes -= answers.nbytes
+        answers.tokens = answers.tokens[:0].copy()  # sequences may still hold the object
