@@ -52,8 +52,9 @@ class EngineSettings:
         tokens. None: no goal.
     overlap: launch a step before the tokens of the previous step are read, so that a GPU need not
         wait for the host. A CPU gains nothing, and each token waits for one more step.
-    speculation: `lookup` drafts tokens of answers that repeat their prompts or themselves, and
-        verifies several in a step; the tokens of answers stay the same. `off`: no drafts.
+    speculation: `lookup` drafts tokens of answers that repeat their prompts, themselves or recent
+        answers of their adapter, and verifies several in a step; the tokens of answers stay the
+        same. `off`: no drafts.
     tensor_parallel: number of this machine's GPUs that share the base model, each holding a part of
         it; kv_bytes, state_bytes and adapter_gpu_bytes are those of each GPU. On a CPU, the number
         of processes.

@@ -275,8 +275,8 @@ class Settings(BaseModel):
     speculation: Literal["off", "lookup"] = Field(
         "off",
         description="lookup: verify several tokens of an answer in one step, drafted from what "
-        "followed the same tokens earlier in its prompt or output; answers stay the same "
-        "(operations.md)",
+        "followed the same tokens earlier in its prompt or output, or in the adapter's recent "
+        "answers to its tenant; answers stay the same (operations.md)",
     )
     usage_flush_s: float = Field(
         15.0,

@@ -9,7 +9,6 @@ from tokenizers import Tokenizer
 
 from lorikeet.answer_stream.answer import Answer
 from lorikeet.answer_stream.answer_sender import AnswerSender
-from lorikeet.answer_stream.billed_tokens import BilledTokens
 from lorikeet.answer_stream.detokenizer import Vocabulary
 from lorikeet.answer_stream.response_stream import ResponseStream
 from lorikeet.protocol.messages import (
@@ -20,7 +19,6 @@ from lorikeet.protocol.messages import (
     Refusal,
     RunningUsage,
 )
-from lorikeet.usage.ledger import UsageCounts
 from lorikeet_engine.errors import StepFailed
 from lorikeet_engine.request import (
     EngineTimings,
@@ -42,10 +40,9 @@ class Started:
 
     def __init__(self, tokenizer: Tokenizer, call: Call = CALL) -> None:
         self.stream, self.aborted = ResponseStream(), list[tuple[str, int]]()
-        self.meter = BilledTokens(call, [[1]])
         answer = Answer(call, [[1]], Vocabulary(tokenizer))
         self.sender = AnswerSender(
-            call, "r", answer, self.meter, self.stream, lambda *what: self.aborted.append(what)
+            call, "r", answer, [[1]], self.stream, lambda *what: self.aborted.append(what)
         )
 
     async def heard(self) -> tuple[list[object], bool]:
@@ -64,7 +61,8 @@ def test_outputs_before_the_header_are_sent_after_it(tokenizer: Tokenizer) -> No
         one.sender.take(token(A))
         one.sender.begin(HEADER)
         one.sender.take(token(B, FinishReason.LENGTH))
-        (first, second, begun, usage, end), ended = await one.heard()
+        (first, second, running, begun, usage, end), ended = await one.heard()
+        assert running == RunningUsage(1, 1, 0)
         assert first == HEADER
         assert isinstance(second, AnswerHeader)
         assert second.load_s == 0.25
@@ -74,7 +72,6 @@ def test_outputs_before_the_header_are_sent_after_it(tokenizer: Tokenizer) -> No
         assert end.endswith(b"data: [DONE]\n\n")
         assert ended
         await one.sender.ended
-        assert one.meter.counts() == UsageCounts(1, 1, 0, 2)
         one.sender.take(token(C))  # made before the engine heard of the end
         assert not one.stream._waiting
 
@@ -98,11 +95,11 @@ def test_running_usage_is_sent_every_few_dozen_tokens(tokenizer: Tokenizer, stre
     async def scenario() -> None:
         one = Started(tokenizer, replace(CALL, stream=stream))
         one.sender.begin(HEADER)
-        for _ in range(200):
+        for _ in range(60):
             one.sender.take(token(A))
         items, ended = await one.heard()
         told = [item for item in items if isinstance(item, RunningUsage)]
-        assert told == [RunningUsage(64), RunningUsage(128), RunningUsage(192)]
+        assert told == [RunningUsage(made, 1, 0) for made in (1, 17, 33, 49)]
         assert any(isinstance(item, bytes) for item in items) is stream
         assert not ended
 
@@ -117,7 +114,6 @@ def test_a_failed_request_ends_with_its_refusal(tokenizer: Tokenizer) -> None:
         (_, refusal), ended = await one.heard()
         assert isinstance(refusal, Refusal)
         assert ended
-        assert one.meter.counts() is None
 
     asyncio.run(scenario())
 
@@ -143,8 +139,8 @@ def test_prompt_logprobs_yield_to_the_event_loop_and_keep_their_order(
         sampling, prompt = SamplingParams(prompt_logprobs=1), [A] * 1001
         call = replace(CALL, stream=False, sampling=sampling, prompt_logprobs=1, prompts=("x",))
         answer = Answer(call, [prompt], Vocabulary(tokenizer))
-        meter, stream = BilledTokens(call, [prompt]), ResponseStream()
-        sender = AnswerSender(call, "r", answer, meter, stream, lambda *_: None)
+        stream = ResponseStream()
+        sender = AnswerSender(call, "r", answer, [prompt], stream, lambda *_: None)
         scored = tuple(TokenLogprobs(-float(at), ((B, -0.5),), 2) for at in range(1, 1001))
         sender.begin(HEADER)
         sender.take(PromptLogprobs("r", 0, scored))

@@ -11,7 +11,6 @@ from tokenizers import Tokenizer
 
 from lorikeet.answer_stream.answer import Answer
 from lorikeet.answer_stream.answer_sender import AnswerSender
-from lorikeet.answer_stream.billed_tokens import BilledTokens
 from lorikeet.answer_stream.detokenizer import Vocabulary
 from lorikeet.answer_stream.output_log import logged, outputs_of, tokens_in
 from lorikeet.answer_stream.prompt_echoes import PromptEchoes
@@ -113,11 +112,11 @@ class Sent:
     """Answer of one replica to a case's call."""
 
     def __init__(self, case: Case, vocabulary: Vocabulary) -> None:
-        call, self.stream, self.meter = case.call, Puts(), BilledTokens(case.call, [PROMPT])
+        call, self.stream = case.call, Puts()
         known = (case.syntax, case.thinking, case.echoes)
         self.answer = Answer(call, [PROMPT], vocabulary, *known, checked=case.checked)
         stream, abort = self.stream, lambda *_: None
-        self.sender = AnswerSender(call, "r-1", self.answer, self.meter, stream, abort)  # type: ignore[arg-type]
+        self.sender = AnswerSender(call, "r-1", self.answer, [PROMPT], stream, abort)  # type: ignore[arg-type]
 
     def replay(self, log: bytes) -> list[int | None]:
         """Return the number of tokens of each choice; None for a choice that has ended."""
@@ -202,7 +201,6 @@ def assert_every_cut_is_mended(case: Case, vocabulary: Vocabulary, ids: list[lis
                 got = whole.bytes_of(cut) + second.bytes_of()
                 assert got == expected, cut
                 assert second.usage == whole.usage
-                assert second.meter.counts() == whole.meter.counts()
                 again = cut + (len(puts) - cut) // 2  # the second is lost too
                 more = b"".join(log for _, log, _ in second.stream.puts[: again - cut])
                 third = Sent(case, vocabulary)
@@ -277,9 +275,11 @@ def test_the_log_of_an_answer_without_a_stream_comes_with_its_running_usage(
 ) -> None:
     async def scenario() -> None:
         sent = Sent(Case(replace(CALL, stream=False), []), Vocabulary(tokenizer))
-        sent.go_on([Tokens("r-1", 0, (5,)) for _ in range(130)])
+        sent.go_on([Tokens("r-1", 0, (5,)) for _ in range(40)])
         told = [(items, log) for items, log, _ in sent.stream.puts if log]
-        assert [items for items, _ in told] == [[RunningUsage(64)], [RunningUsage(128)]]
-        assert [tokens_in(log) for _, log in told] == [64, 64]
+        assert [items for items, _ in told] == (
+            [[RunningUsage(made, len(PROMPT))] for made in (1, 17, 33)]
+        )
+        assert [tokens_in(log) for _, log in told] == [1, 16, 16]
 
     asyncio.run(scenario())

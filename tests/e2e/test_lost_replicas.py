@@ -10,7 +10,7 @@ import openai
 import pytest
 from ray import serve
 
-from tests.e2e.conftest import REPLICAS
+from tests.e2e.conftest import REPLICAS, USAGE_FLUSH_S, Service
 from tests.e2e.faulty_replica import faults
 from tests.e2e.known_streams import Known, KnownStreams, has_near_tie, undisturbed
 from tests.e2e.service_processes import complete, engine_processes
@@ -51,6 +51,32 @@ def known(service, crowd) -> list[Known]:
     return found
 
 
+def usage_of_crowd(service: Service) -> tuple[int, int, int]:
+    """Return the requests, prompt tokens and output tokens that were counted for the tenant."""
+    rows = service.admin("GET", "/usage").raise_for_status().json()["data"]
+    own = [row for row in rows if row["tenant"] == "crowd"]
+    names = "requests", "prompt_tokens", "output_tokens"
+    requests, prompt, output = (sum(row[name] for row in own) for name in names)
+    return requests, prompt, output
+
+
+def assert_usage_is_exact(
+    service: Service, before: tuple[int, int, int], load: KnownStreams
+) -> None:
+    """Compare the usage counted since with the known answers' tokens."""
+    known = [(1, *seen.known.usage) for seen in load.seen]
+    expected = tuple(map(sum, zip(before, *known, strict=True)))
+    assert eventually(lambda: usage_of_crowd(service) == expected, 3 * USAGE_FLUSH_S + 5), (
+        f"{usage_of_crowd(service)} counted, {expected} used"
+    )
+
+
+def settled_usage(service: Service) -> tuple[int, int, int]:
+    """Return the usage that is written once all requests before were counted."""
+    time.sleep(2 * USAGE_FLUSH_S + 1)
+    return usage_of_crowd(service)
+
+
 def p99(sorted_s: list[float]) -> float:
     return sorted_s[len(sorted_s) * 99 // 100]
 
@@ -62,6 +88,7 @@ def p99(sorted_s: list[float]) -> float:
 def test_killed_replicas_cut_no_stream_and_change_no_token(service, known, seconds, streams):
     rng, killed = random.Random(0), 0
     assert complete(service)
+    before = settled_usage(service)
     with KnownStreams(f"{service.url}/v1/completions", known, streams) as load:
         assert eventually(lambda: len(load.seen) > streams // 2, within_s=60)
         until_s = time.monotonic() + seconds
@@ -78,6 +105,7 @@ def test_killed_replicas_cut_no_stream_and_change_no_token(service, known, secon
     assert killed
     assert load.wrong == []
     assert "replica_lost" in load.reasons
+    assert_usage_is_exact(service, before, load)
     assert pause_s < MOST_PAUSE_S + first_s  # the prompt is computed again, as a new one is
     assert complete(service)
 
@@ -85,6 +113,7 @@ def test_killed_replicas_cut_no_stream_and_change_no_token(service, known, secon
 @pytest.mark.parametrize("hung", ["replica", "engine"])
 def test_streams_leave_a_replica_that_hangs_within_seconds(service, known, hung):
     assert complete(service)
+    before = settled_usage(service)
     with KnownStreams(f"{service.url}/v1/completions", known, 12) as load:
         assert eventually(lambda: len(load.seen) > 6, within_s=60)
         for engine_process, replica in engine_processes(service).items():
@@ -99,6 +128,7 @@ def test_streams_leave_a_replica_that_hangs_within_seconds(service, known, hung)
     print(f"{len(load.seen)} answers, {load.reasons}, pauses {load.pauses_s}")
     assert load.wrong == []
     assert set(load.reasons) == {"silent"}
+    assert_usage_is_exact(service, before, load)
     assert p99(load.pauses_s) < MOST_HUNG_PAUSE_S + p99(load.firsts_s)
     assert len(service.replicas()) == REPLICAS
 

@@ -86,20 +86,18 @@ def test_a_request_is_explained_and_counted(service: Service, crowd: Crowd) -> N
 
 
 @pytest.mark.soak
-def test_a_killed_replica_loses_at_most_one_flush_of_usage(service: Service, crowd: Crowd) -> None:
-    """Send only requests of 16 tokens, so that the loss is known to the token."""
+def test_a_killed_replica_loses_no_usage(service: Service, crowd: Crowd) -> None:
+    """Send only requests of 16 tokens, so that a loss is known to the token."""
     targets = crowd.adapters(3)
     with Load(service.url, targets, streams=6, tokens=16) as load:
         load.wait_for(100)
         time.sleep(2 * USAGE_FLUSH_S)
-        killed_s = time.monotonic()
         os.kill(next(iter(engine_processes(service))), signal.SIGKILL)
         time.sleep(2 * USAGE_FLUSH_S)
     whole = [result for result in load.results if result.outcome is Outcome.WHOLE]
     sent = 16 * len(whole)
-    lately = [r for r in whole if killed_s - USAGE_FLUSH_S - 1.0 < r.ended_s <= killed_s + 0.5]
     assert complete(service)
     time.sleep(2 * USAGE_FLUSH_S)
     counted = sum(used(service, target).get("output_tokens", 0) for target in targets)
     others = [result for result in load.results if result.outcome is not Outcome.WHOLE]
-    assert sent - 16 * len(lately) <= counted <= sent + 16 * len(others)
+    assert sent <= counted <= sent + 16 * len(others)

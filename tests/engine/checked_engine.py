@@ -19,7 +19,14 @@ from lorikeet_engine.adapter import AdapterRef
 from lorikeet_engine.errors import AdapterError, StepFailed
 from lorikeet_engine.execution import page_copies
 from lorikeet_engine.models.batch import Batch
-from lorikeet_engine.request import Failed, PromptLogprobs, Request, SamplingParams, Tokens
+from lorikeet_engine.request import (
+    Failed,
+    PromptLogprobs,
+    Request,
+    SamplingParams,
+    SchedulingParams,
+    Tokens,
+)
 from lorikeet_engine.residency import loader, requested_adapters, tiers
 from lorikeet_engine.scheduling.draft_budget import MOST_DRAFTED
 from lorikeet_engine.scheduling.host_pages import Fetch
@@ -94,12 +101,14 @@ class CheckedEngine:
         n: int = 1,
         adapter: str | None = None,
         salt: str = "",
+        background: bool = False,
     ) -> str:
         """Submit a request, with prompts cut to the context; return its id."""
         context = self.engine.info.max_context
         prompts = tuple(prompt[: context - 1] for prompt in prompts)
         name, ref = f"r{len(self.expected)}", self.refs[adapter] if adapter else None
-        self.engine.submit(Request(name, prompts, sampling, n, ref, salt))
+        scheduling = SchedulingParams(background=background)
+        self.engine.submit(Request(name, prompts, sampling, n, ref, salt, scheduling))
         wait(s.compiled for s in self.engine._requests.submitted if s.compiled is not None)
         deltas = self.shelf._tensors[ref.digest] if ref else {}
         mark, head = (float(deltas[at][0][0, 0]) if at in deltas else 0.0 for at in ((0, 0), HEAD))

@@ -52,6 +52,7 @@ calls = st.tuples(
             "n": st.sampled_from((1, 1, 3)),
             "adapter": st.sampled_from((None, GOOD, None, OTHER, GOOD, BROKEN)),
             "salt": st.sampled_from(("", "globex")),
+            "background": st.sampled_from((False, False, True)),
         }
     ),
 )

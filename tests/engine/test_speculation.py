@@ -417,13 +417,14 @@ def test_an_unknown_speculation_is_refused(make):
 
 
 @pytest.mark.soak
-def test_ranks_of_several_processes_draft_alike(make, eager):
-    told = []
+@pytest.mark.parametrize("family", ["llama", "qwen3_5_text"])
+def test_ranks_of_several_processes_draft_alike(family, make, eager):
+    told, grammars = [], DescendingGrammars()
     for ranks in (1, 2):
-        answers = Answers(make(tensor_parallel=ranks), within_s=120.0)
+        engine = make(family, tensor_parallel=ranks, grammars=grammars, max_running=32)
+        answers = Answers(engine, within_s=240.0)
         for at, way in enumerate(WAYS):
-            if way != "grammar":
-                answers.submit(Request(way, (tuple(prompt(9 + at)),), sampling(way)))
+            answers.submit(Request(way, (tuple(prompt(9 + at)),), sampling(way)))
         answers.all()
         assert not answers.errors
         assert answers.engine.status().accepted_tokens > 50

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from lorikeet_engine.adapter_format.base_copies import BaseCopy, copies_metadata, describe_copy
+from lorikeet_engine.adapter_format.base_copies import copies_metadata, describe_copy
 from lorikeet_engine.adapter_format.experts.forms import (
     Pair,
     name_parameters,
@@ -32,8 +32,8 @@ from lorikeet_engine.adapter_format.mlx import is_mlx, mlx_tensors, peft_config
 from lorikeet_engine.adapter_format.saved_weights import WEIGHTS_FILE, SavedTensor, saved_tensors
 from lorikeet_engine.adapter_format.score_head import (
     head_metadata,
+    head_part,
     head_tensor_name,
-    take_head,
     trained_head,
 )
 from lorikeet_engine.adapter_format.spec import METADATA_KEY, pair_tensors
@@ -43,6 +43,7 @@ from lorikeet_engine.adapter_format.tensor_names import (
     is_of_vision,
     is_training_state,
     split_saved_name,
+    take_tensors,
     tensor_name,
     token_rows_module,
     token_rows_name,
@@ -83,9 +84,8 @@ def write_blob(folder: Path, out: Path, warn: Warn = lambda _: None) -> str:
     refuse_unsupported(raw)  # first, since the config explains more than tensor names
     tensors = mlx_tensors(folder) if mlx else saved_tensors(folder)
     tensors = _of_the_decoder(tensors, warn)
-    copies = _copies(tensors)
-    tensors = {name: tensor for name, tensor in tensors.items() if not copied_module(name)}
-    rows, of_head = _take_rows(tensors), take_head(tensors)
+    copies = [describe_copy(*copy) for copy in take_tensors(tensors, copied_module).items()]
+    rows, of_head = (take_tensors(tensors, key) for key in (token_rows_module, head_part))
     head = trained_head(raw, of_head, folder)
     tokens, vectors = trained_tokens(raw, rows), take_vectors(tensors)
     doubt: Warn = (lambda _: None) if mlx else warn  # MLX's format has one reading
@@ -171,22 +171,6 @@ def _in_blobs(pairs: Mapping[str, Pair]) -> dict[str, Pair]:
     return modules
 
 
-def _take_rows(tensors: dict[str, SavedTensor]) -> dict[str, SavedTensor]:
-    """Remove the rows of trained tokens from `tensors`, and return them.
-
-    The result's keys are canonical module names. Raises AdapterRejected if two tensors hold rows of
-    the same module.
-    """
-    rows: dict[str, SavedTensor] = {}
-    for name in list(tensors):
-        module = token_rows_module(name)
-        if module in rows:
-            raise AdapterRejected(f"two tensors are rows of {module}", field=name)
-        if module is not None:
-            rows[module] = tensors.pop(name)
-    return rows
-
-
 def _of_the_decoder(tensors: Mapping[str, SavedTensor], warn: Warn) -> dict[str, SavedTensor]:
     """Return the tensors that are neither training state nor of a vision part.
 
@@ -206,17 +190,6 @@ def _of_the_decoder(tensors: Mapping[str, SavedTensor], warn: Warn) -> dict[str,
             "text is served, and answers to texts do not depend on that part"
         )
     return {name: tensor for name, tensor in kept.items() if not is_of_vision(name)}
-
-
-def _copies(tensors: Mapping[str, SavedTensor]) -> list[BaseCopy]:
-    copies: dict[str, BaseCopy] = {}
-    for name, tensor in tensors.items():
-        module = copied_module(name)
-        if module in copies:
-            raise AdapterRejected(f"two tensors are {module}'s weight", field=name)
-        if module is not None:
-            copies[module] = describe_copy(module, tensor)
-    return list(copies.values())
 
 
 def _read_config(folder: Path) -> dict[str, object]:

@@ -16,7 +16,6 @@ from lorikeet_engine.adapter import MAX_LABELS, Head, Problem
 from lorikeet_engine.adapter_format.expressions import bad_config
 from lorikeet_engine.adapter_format.families import SCORE
 from lorikeet_engine.adapter_format.header import TensorSpan, parse_json_object
-from lorikeet_engine.adapter_format.saved_weights import SavedTensor
 from lorikeet_engine.adapter_format.shape import BaseShape
 from lorikeet_engine.errors import AdapterRejected, AdapterTooLarge
 
@@ -59,21 +58,6 @@ def head_part(name: str) -> str | None:
 def head_tensor_name(part: str) -> str:
     """Return the name that a part of a head, "weight" or "bias", has in blobs."""
     return f"base_model.model.{SCORE.module}.{part}"
-
-
-def take_head(tensors: dict[str, SavedTensor]) -> dict[str, SavedTensor]:
-    """Remove the tensors of a head from a trainer's tensors, and return them by part.
-
-    Raises AdapterRejected if there are two heads.
-    """
-    found: dict[str, SavedTensor] = {}
-    for name in list(tensors):
-        part = head_part(name)
-        if part in found:
-            raise AdapterRejected(f"two tensors are the head's {part}", field=name)
-        if part is not None:
-            found[part] = tensors.pop(name)
-    return found
 
 
 def trained_head(

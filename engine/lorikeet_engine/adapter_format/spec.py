@@ -27,9 +27,9 @@ from lorikeet_engine.adapter_format.tensor_names import (
     locate_module,
     parts_of,
     split_tensor_name,
+    take_tensors,
     tensor_name,
     token_rows_module,
-    token_rows_name,
     with_shared_a,
 )
 from lorikeet_engine.adapter_format.token_rows import TokenRows, parse_tokens, read_token_rows
@@ -242,19 +242,14 @@ def read_spec(blob: Path, shape: BaseShape, limits: AdapterLimits) -> AdapterSpe
     _check_family(config, shape)
     for copy in parse_copies(header.metadata):
         _check_copy(copy, shape)
-    rows = {name: span for name, span in header.tensors.items() if token_rows_module(name)}
-    of_head = {part: span for name, span in header.tensors.items() if (part := head_part(name))}
-    matrices = {
-        name: span
-        for name, span in header.tensors.items()
-        if name not in rows and not head_part(name)
-    }
+    matrices = dict(header.tensors)
+    rows, of_head = (take_tensors(matrices, key) for key in (token_rows_module, head_part))
     vectors = take_vectors(matrices)
     pairs = pair_tensors(with_shared_a(matrices))
     for key in (*config.rank_pattern, *config.alpha_pattern):
         if key not in pairs:
             raise AdapterRejected(f"a pattern names {key}, which has no weights", field=key)
-    if token_rows_name(EMBEDDINGS.module) in rows and _leaves_out_the_scale(config, shape):
+    if EMBEDDINGS.module in rows and _leaves_out_the_scale(config, shape):
         raise AdapterRejected(
             f"PEFT before 0.18 trained these tokens while it left out the scale of all of "
             f"{FAMILIES[shape.family].name}'s embeddings, not only of these: train them with a "
@@ -306,15 +301,13 @@ def pair_tensors(
     return pairs
 
 
-def check_rank(module: str, sides: Mapping[str, TensorSpan], want: int | None = None) -> int:
-    """Return the rank of a module's A and B, which must have the same rank.
+def check_rank(module: str, sides: Mapping[str, TensorSpan], want: int | None = None) -> None:
+    """Raise AdapterRejected unless a module's A is [rank, d_in], and its B [d_out, rank].
 
-    Matrices of experts may have one dimension more.
+    Matrices of experts may have one dimension more, the first.
 
     sides: A and B of the module.
-    want: LoRA rank according to the config; None: not checked.
-
-    Raises AdapterRejected if the ranks disagree.
+    want: LoRA rank according to the config; None: any rank.
     """
     a, b = sides["A"].shape, sides["B"].shape
     dimensions = (2, 3) if is_of_experts(module) else (2,)
@@ -330,7 +323,6 @@ def check_rank(module: str, sides: Mapping[str, TensorSpan], want: int | None = 
         raise AdapterRejected(
             f"{module}: the weights have rank {a[-2]} and the config says {want}", field=module
         )
-    return a[-2]
 
 
 def _linear(
@@ -341,7 +333,8 @@ def _linear(
     limits: AdapterLimits,
 ) -> LinearLora:
     layer, linear = _place(module, shape)
-    rank = check_rank(module, sides, want=config.rank(module))
+    check_rank(module, sides, want=config.rank(module))
+    rank = sides["A"].shape[-2]
     if rank > limits.max_rank:
         joined = ", the sum of those of q, k and v if they were trained apart, as by Tinker"
         raise AdapterTooLarge(

@@ -5,7 +5,8 @@ its layers (`_orig_mod`, FSDP), the adapter's name, or the language model's path
 """
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import TypeVar
 
 from lorikeet_engine.adapter_format.experts.names import GATE, UP, is_of_experts, linear_of, modern
 from lorikeet_engine.adapter_format.families import (
@@ -19,6 +20,8 @@ from lorikeet_engine.adapter_format.families import (
 from lorikeet_engine.adapter_format.header import TensorSpan
 from lorikeet_engine.errors import AdapterRejected
 
+_Key = TypeVar("_Key", bound=Hashable)
+_Tensor = TypeVar("_Tensor", bound=TensorSpan)
 _TENSOR = re.compile(
     r"base_model\.model\.([\w.]{1,256})\."
     r"(?:lora_([AB])(?:\.default)?\.weight|(?<=embed_tokens\.)lora_embedding_([AB])(?:\.default)?)"
@@ -78,6 +81,23 @@ _REFUSED = {
     "original_module": "whole modules cannot be served; train without modules_to_save",
     ".base_layer.": "the base model's own weights are in the file; save the adapter alone",
 }
+
+
+def take_tensors(
+    tensors: dict[str, _Tensor], key_of: Callable[[str], _Key | None]
+) -> dict[_Key, _Tensor]:
+    """Remove the tensors of one kind from `tensors`, and return them by a key.
+
+    tensors: tensors by name, of a trainer's file or of a blob.
+    key_of: returns a tensor's key, given its name; None for tensors of other kinds.
+
+    Raises AdapterRejected if two tensors have the same key.
+    """
+    names: dict[_Key, str] = {}
+    for name in tensors:
+        if (key := key_of(name)) is not None and names.setdefault(key, name) != name:
+            raise AdapterRejected(f"{names[key]} and {name} are the same tensor", field=name)
+    return {key: tensors.pop(name) for key, name in names.items()}
 
 
 def split_tensor_name(name: str) -> tuple[str, str]:

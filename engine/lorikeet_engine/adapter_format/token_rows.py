@@ -13,7 +13,7 @@ from lorikeet_engine.adapter_format.expressions import bad_config
 from lorikeet_engine.adapter_format.families import EMBEDDING_ROWS, EMBEDDINGS, HEAD, HEAD_ROWS
 from lorikeet_engine.adapter_format.header import TensorSpan, parse_json_object
 from lorikeet_engine.adapter_format.shape import BaseShape
-from lorikeet_engine.adapter_format.tensor_names import is_outer, token_rows_name
+from lorikeet_engine.adapter_format.tensor_names import is_outer
 from lorikeet_engine.errors import AdapterRejected, AdapterTooLarge
 
 TOKENS_KEY = "lorikeet_trained_tokens"
@@ -101,25 +101,25 @@ def parse_tokens(metadata: Mapping[str, str]) -> TokensByModule:
 
 def read_token_rows(
     tokens: TokensByModule,
-    tensors: Mapping[str, TensorSpan],
+    saved: Mapping[str, TensorSpan],
     adapted: Collection[str],
     shape: BaseShape,
 ) -> tuple[TokenRows, ...]:
     """Return the trained rows in a blob, in the order in which its metadata lists the modules.
 
     tokens: ids of trained tokens, from the metadata.
-    tensors: the tensors of the blob that hold rows, by name.
+    saved: the tensors of the blob that hold rows, by canonical module.
     adapted: canonical modules that have LoRA.
     shape: sizes of the base model.
 
     Raises AdapterRejected for rows that do not fit the base model, and for a module that both LoRA
     and rows change.
     """
-    if tensors.keys() - {token_rows_name(module) for module in tokens}:
+    if saved.keys() - tokens.keys():
         raise AdapterRejected("there are rows of tokens that are not listed", field=TOKENS_KEY)
     found = []
     for module, ids in tokens.items():
-        span = tensors.get(token_rows_name(module))
+        span = saved.get(module)
         if span is None:
             _require(shape.tied and module == HEAD.module, module, "its rows are not in the file")
             continue

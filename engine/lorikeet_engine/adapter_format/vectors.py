@@ -21,6 +21,7 @@ from lorikeet_engine.adapter_format.tensor_names import (
     locate_module,
     part_of,
     split_vector_name,
+    take_tensors,
     vector_name,
 )
 from lorikeet_engine.errors import AdapterRejected
@@ -61,21 +62,15 @@ class LinearVectors:
 
 
 def take_vectors(tensors: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-    """Remove the linears' vectors from `tensors`, and return them.
+    """Remove the linears' vectors from `tensors`; return them by canonical module, then by kind.
 
     tensors: tensors by name, of a trainer's file or of a blob.
 
     Raises AdapterRejected if two tensors are the same vector.
     """
     found: dict[str, dict[str, Tensor]] = {}
-    for name in list(tensors):
-        parsed = split_vector_name(name)
-        if parsed is None:
-            continue
-        module, kind = canonical_module(parsed[0]), parsed[1]
-        if kind in found.setdefault(module, {}):
-            raise AdapterRejected(f"two tensors are {kind} of {module}", field=name)
-        found[module][kind] = tensors.pop(name)
+    for (module, kind), tensor in take_tensors(tensors, _canonical_vector).items():
+        found.setdefault(module, {})[kind] = tensor
     return found
 
 
@@ -140,3 +135,9 @@ def check_widths(module: str, vectors: Mapping[str, TensorSpan], d_out: int) -> 
                 f"has {d_out} outputs: the adapter was trained for another base model",
                 field=module,
             )
+
+
+def _canonical_vector(name: str) -> tuple[str, str] | None:
+    """Return (canonical module, kind) of a tensor's vector; None for tensors of other kinds."""
+    vector = split_vector_name(name)
+    return (canonical_module(vector[0]), vector[1]) if vector else None

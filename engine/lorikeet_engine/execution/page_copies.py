@@ -74,13 +74,15 @@ class RankPages:
     """Host memory for KV pages of one rank, and copies to and from it.
 
     kv: KV pages, as allocated by allocate_kv (kv_tensors.py).
-    host: [slots, words] int64 on the host, a row for each page (see `row_words`).
+    host: memory of host_memory (residency/host_arena.py), int64: a row of words for each page, and
+        its checksum at the end.
     """
 
     def __init__(self, kv: torch.Tensor, host: torch.Tensor) -> None:
         self.device = kv.device
         self._kv = _words_of(kv)  # [pieces, pages, words]
-        self._host = host
+        self._memory = host  # stays page-locked as long as this very tensor exists
+        self._host = host.view(-1, len(self._kv) * self._kv.shape[2] + 1)
 
     @property
     def room(self) -> int:
@@ -125,7 +127,7 @@ class CudaRankPages(RankPages):
         self._fetching = torch.cuda.Stream(self.device, priority=-1)  # type: ignore[no-untyped-call]
 
         def rows(count: int) -> torch.Tensor:
-            return torch.empty(count, host.shape[1], dtype=_WORD, device=self.device)
+            return torch.empty(count, self._host.shape[1], dtype=_WORD, device=self.device)
 
         self._halves, self._part = deque((rows(half), rows(half))), rows(part)
         # By half, in the same order: the end of the last copy from it to the host.
@@ -308,7 +310,7 @@ def allocate_rank_pages(
     pages: RankPages | None = None
     error = "no room for a page"
     try:
-        host = host_memory(slots * words, _WORD, kv.is_cuda, None).view(slots, words)
+        host = host_memory(slots * words, _WORD, kv.is_cuda, None)
         if slots and kv.is_cuda:
             sizes = _buffers(kv[:, :, :1].nbytes, settings, groups)
             pages = CudaRankPages(kv, host, *sizes)

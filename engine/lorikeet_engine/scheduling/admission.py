@@ -9,8 +9,9 @@ same prefix, or its pages come
 from host memory
 other adapters use up the step's  none, until MAX_OVERTAKES sequences with adapters have overtaken.
 number of adapters, Σ of ranks,   Then, once the sequence is its tenant's next, capacity is reserved
-or GPU memory                     for it: no other sequence with an adapter begins before it. For
-                                  sequences in the background nothing is reserved.
+or GPU memory                     for it: no other sequence with an adapter begins before it. In the
+                                  background, sequences with adapters wait at once, and running ones
+                                  are preempted; nothing is reserved for them.
 no slot, or too few KV pages      all: the next slot and pages that come free are for this
                                   sequence. preemption.py may free some.
 """
@@ -79,6 +80,7 @@ class Admission:
     failed: by digest, the errors of adapters that could not be loaded.
     reserved_for: sequence that must begin before any other sequence with an adapter does; None if
         there is no such sequence.
+    lacks_room: whether a sequence in the foreground must wait because of other adapters.
     """
 
     def __init__(
@@ -98,6 +100,7 @@ class Admission:
         self._ranks = 0  # Σ rank of the active adapters
         self._blocked: set[str] = set()  # digests that cannot join the step
         self.reserved_for: Sequence | None = None
+        self.lacks_room = False
         self._leases = False  # whether a running sequence holds one, even if it is complete
         for sequence in running:
             self._include(sequence)
@@ -115,10 +118,13 @@ class Admission:
     def is_blocked(self, sequence: Sequence) -> bool:
         """Whether a waiting sequence cannot begin in this step because of its adapter.
 
-        True if this step has refused the adapter before, or if `reserved_for` is set.
+        True if this step has refused the adapter before, if `reserved_for` is set, or if the
+        sequence is in the background and `lacks_room` is set.
         """
-        ref = sequence.adapter
-        return ref is not None and (self.reserved_for is not None or ref.digest in self._blocked)
+        if (ref := sequence.adapter) is None:
+            return False
+        gives_way = self.lacks_room and sequence.background
+        return gives_way or self.reserved_for is not None or ref.digest in self._blocked
 
     def admit(self, sequence: Sequence) -> None:
         """Record that a waiting sequence begins: its adapter counts towards the step's limits."""
@@ -159,10 +165,13 @@ class Admission:
         if has_room and Residency.HOST not in tiers:
             sequence.overtakes.pause()
             return
+        stays = sequence.overtakes.begun is not None
         sequence.overtakes.update(admitted)
+        if sequence.background:
+            return
+        self.lacks_room |= stays or not has_room
         # Without any lease no memory will be given back, so reserving capacity would not help.
-        may_reserve = self._leases and not sequence.background
-        if sequence.overtakes.count >= MAX_OVERTAKES and may_reserve:
+        if sequence.overtakes.count >= MAX_OVERTAKES and self._leases:
             self.reserved_for = sequence
 
     def _include(self, sequence: Sequence) -> None:

@@ -27,7 +27,7 @@ import json
 from array import array
 from bisect import bisect_left
 from collections import ChainMap, Counter
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from itertools import chain, zip_longest
 from typing import NamedTuple
 
@@ -146,6 +146,7 @@ class SequencePages:
         to write them.
     score_from: first prompt token whose following token is still to be scored, so that its logits
         are needed; None if only the last prompt token's logits are needed.
+    background: whether foreground sequences wait for no page that this sequence is about to write.
     awaited: key of a page that another sequence was about to write at the last check.
     state: slot of the sequence's state; None for a sequence without pages, and for a model without
         delta nets.
@@ -174,6 +175,7 @@ class SequencePages:
         "announced",
         "answered",
         "awaited",
+        "background",
         "backup",
         "cached_before",
         "computed",
@@ -193,11 +195,19 @@ class SequencePages:
         "written",
     )
 
-    def __init__(self, tokens: TokenIds, prompt_keys: PageKeys, tenant: str = "") -> None:
+    def __init__(
+        self,
+        tokens: TokenIds,
+        prompt_keys: PageKeys,
+        tenant: str = "",
+        *,
+        background: bool = False,
+    ) -> None:
         """Start without pages.
 
         prompt_keys: keys of the prompt's full pages.
         """
+        self.background = background
         self.pages: list[array[int]] = []  # arrays: page tables are joined from their bytes
         self.first = self.computed = self.written = self.announced = 0
         self.score_from: int | None = None
@@ -283,8 +293,9 @@ class KVCache(PagePool):
         self.page_size = page_size
         self._needs = PageNeeds(page_size, windows, step_tokens)
         self._whole, self._windowed = self._needs.whole, self._needs.windowed
-        # Key → number of sequences that are about to write such a page.
-        self._unwritten: Counter[bytes] = Counter()
+        # For sequences in the foreground and in the background (True): key → number of them that
+        # are about to write such a page.
+        self._unwritten: dict[bool, Counter[bytes]] = {False: Counter(), True: Counter()}
         self.states, self.host = states, host
         self._arriving: dict[tuple[int, bytes], Fetch] = {}  # by group of layers and key
 
@@ -350,7 +361,7 @@ class KVCache(PagePool):
             self._begin_state(kv, keys, hit, found)
         keys = kv.full_keys()
         kv.announced = len(keys)
-        self._unwritten.update(keys[hit:])
+        self._unwritten[kv.background].update(keys[hit:])
         return True
 
     def expected_hit(self, kv: SequencePages) -> int:
@@ -366,15 +377,18 @@ class KVCache(PagePool):
     def awaits_prefix(self, kv: SequencePages) -> bool:
         """Whether a sequence without pages would compute pages that another sequence is about to
         write.
+
+        A sequence in the foreground waits for none in the background, which may pause.
         """
-        if kv.awaited is not None and kv.awaited in self._unwritten:
+        unwritten = self._unwritten_for(kv)
+        if kv.awaited is not None and kv.awaited in unwritten:
             return True
         keys = kv.shareable_keys()
-        if self.states is not None and (not keys or keys[-1] not in self._unwritten):
+        if self.states is not None and (not keys or keys[-1] not in unwritten):
             return False  # behind pages of another prompt, no state will be cached
         found = len(self.find(keys)) if self._whole else self._hit(keys, 0)
         # Pages that are about to be written follow the cached ones without a gap.
-        end = bisect_left(keys, True, found, key=lambda key: key not in self._unwritten)
+        end = bisect_left(keys, True, found, key=lambda key: key not in unwritten)
         kv.awaited = keys[end - 1] if end > found else None
         return end > found
 
@@ -471,7 +485,7 @@ class KVCache(PagePool):
         if first == full:
             return
         keys = kv.keys(full)
-        self._no_longer_unwritten(keys[first : kv.announced])
+        self._no_longer_unwritten(kv, keys[first : kv.announced])
         adapters = [kv.adapter_of(page) for page in range(first, full)]
         for group, pages in enumerate(kv.pages):
             before = 0 if group < self._whole else kv.first
@@ -483,7 +497,7 @@ class KVCache(PagePool):
 
     def clear(self, kv: SequencePages) -> None:
         """Release all pages of a sequence, if it has any."""
-        self._no_longer_unwritten(kv.keys(kv.announced)[kv.written // self.page_size :])
+        self._no_longer_unwritten(kv, kv.keys(kv.announced)[kv.written // self.page_size :])
         self._release_all(kv.pages)
         if self.states is not None and kv.state is not None:
             self._take_restore(kv)
@@ -635,7 +649,8 @@ class KVCache(PagePool):
         if kv.score_from is not None:  # others find more of its pages than it may take itself
             keys = kv.keys_before_last()
             found = len(self.find(keys))
-        being_written = bisect_left(keys, True, found, key=lambda key: key not in self._unwritten)
+        unwritten = self._unwritten_for(kv)
+        being_written = bisect_left(keys, True, found, key=lambda key: key not in unwritten)
         pages = sorted({found, being_written, kv.pages_of_base, len(keys)})
         kv.save_at = tuple(count * self.page_size for count in pages if count > hit)
 
@@ -716,12 +731,19 @@ class KVCache(PagePool):
         from_end = chain.from_iterable(zip_longest(*map(reversed, pages)))
         self.release([page for page in from_end if page is not None][::-1])
 
-    def _no_longer_unwritten(self, keys: Iterable[bytes]) -> None:
+    def _unwritten_for(self, kv: SequencePages) -> Mapping[bytes, int]:
+        """Return the keys of the pages that a sequence may wait for."""
+        if kv.background:
+            return ChainMap(*self._unwritten.values())
+        return self._unwritten[False]
+
+    def _no_longer_unwritten(self, kv: SequencePages, keys: Iterable[bytes]) -> None:
+        unwritten = self._unwritten[kv.background]
         for key in keys:
-            if self._unwritten[key] > 1:
-                self._unwritten[key] -= 1
+            if unwritten[key] > 1:
+                unwritten[key] -= 1
             else:
-                del self._unwritten[key]
+                del unwritten[key]
 
 
 def _hash(content: bytes) -> bytes:

@@ -79,7 +79,8 @@ class Throughput:
     which the engine was saturated; until there was such time, it is predicted from full batches of
     decodes.
 
-    saturated: whether sequences wait only because the last planned step has no capacity left.
+    saturated: whether foreground sequences wait only because the last planned step has no capacity
+        left.
     answer_tokens: mean length of answers, in tokens.
     """
 
@@ -108,7 +109,7 @@ class Throughput:
         If the engine was saturated since the previous plan, the time and the work since then are
         included in the mean.
 
-        saturated: whether sequences wait only because this step has no capacity left.
+        saturated: whether foreground sequences wait only because this step has no capacity left.
         """
         now_s = time.monotonic()
         elapsed_s = now_s - self._planned_s
@@ -163,6 +164,7 @@ class Scheduler:
         self._reserved_for: Sequence | None = None  # must begin before others with adapters
         # Next in fair order, if the last plan had no slot or too few KV pages for it.
         self._short_of_memory: Sequence | None = None
+        self._lacks_room = False  # Admission.lacks_room of the last plan
         self._in_background = 0  # sequences that have not finished
         self._background_tokens = 0  # that the planned step may still compute
 
@@ -326,30 +328,43 @@ class Scheduler:
         return waiting + running
 
     def _preempt_for_waiting(self, active: list[Sequence]) -> None:
-        """Free the slot or the KV pages that the last plan lacked for a waiting sequence, by
-        preempting running sequences.
+        """Free what the last plan lacked for waiting sequences: slots, KV pages, or the place of
+        adapters. Preempts running sequences.
 
         active: running sequences that still compute tokens; the preempted ones are removed.
         """
+        for sequence in self.waiting if self._lacks_room else ():
+            if sequence.background:
+                sequence.release()
+        self._preempt_all(self._background_giving_way(active), active)
         waiting, max_running = self._short_of_memory, self._limits.sequences
-        if waiting is not None and not waiting.background:
-            self._give_slots_to_foreground(active)
-        for sequence in sequences_to_preempt(waiting, active, max_running, self._cache):
-            active.remove(sequence)
-            self._preempt(sequence)
-        self._short_of_memory = None
+        giving = sequences_to_preempt(waiting, active, max_running, self._cache)
+        self._preempt_all(giving, active)
+        self._short_of_memory, self._lacks_room = None, False
 
-    def _give_slots_to_foreground(self, active: list[Sequence]) -> None:
-        """Preempt sequences in the background until all waiting foreground sequences have slots.
+    def _background_giving_way(self, active: list[Sequence]) -> list[Sequence]:
+        """Return sequences in the background to preempt: all with adapters if a sequence in the
+        foreground lacks the place of an adapter, and so many that all in the foreground have slots
+        if one lacks a slot or KV pages.
 
-        active: running sequences that still compute tokens; the preempted ones are removed.
+        active: running sequences that still compute tokens.
         """
         if not self._in_background:
-            return
-        wanted = sum(not sequence.background for sequence in self.waiting)
-        lacking = wanted + len(active) - self._limits.sequences
-        giving = [sequence for sequence in active if sequence.background]
-        for sequence in sorted(giving, key=furthest_ahead_last)[::-1][: max(0, lacking)]:
+            return []
+        short, lacking = self._short_of_memory, 0
+        if short is not None and not short.background:
+            wanted = sum(not sequence.background for sequence in self.waiting)
+            lacking = wanted + len(active) - self._limits.sequences
+        behind = [sequence for sequence in active if sequence.background]
+        behind.sort(key=furthest_ahead_last, reverse=True)
+        return [
+            sequence
+            for i, sequence in enumerate(behind)
+            if i < lacking or (self._lacks_room and sequence.lease is not None)
+        ]
+
+    def _preempt_all(self, sequences: list[Sequence], active: list[Sequence]) -> None:
+        for sequence in sequences:
             active.remove(sequence)
             self._preempt(sequence)
 
@@ -446,7 +461,8 @@ class Scheduler:
         budget: prompt tokens that the step may still compute.
         step_budget: bounds the sum of the ranks of the step's adapters.
         """
-        chunks, failed, saturated = list[Chunk](), dict[str, AdapterError](), bool(self.waiting)
+        chunks, failed = list[Chunk](), dict[str, AdapterError]()
+        saturated = foreground_waits = self.waiting.has_foreground
         max_running = self._limits.sequences
         if self.waiting and budget and may_begin(active, max_running, self._tenants.next_place()):
             context = sum(self._costs.decode_sees(sequence.length) for sequence in active)
@@ -457,6 +473,7 @@ class Scheduler:
             chunks, saturated = self._prefill_in_fair_order(
                 admission, prefilling, budget, len(active)
             )
+            saturated = saturated and foreground_waits
             failed = admission.failed
             served = {chunk.sequence for chunk in chunks}
             prefilling = [sequence for sequence in prefilling if sequence not in served]
@@ -469,7 +486,8 @@ class Scheduler:
     ) -> tuple[list[Chunk], bool]:
         """Begin waiting sequences and return chunks of prompts, in fair order.
 
-        Returns the chunks, and whether sequences wait only because the step has no capacity left.
+        Returns the chunks, and whether sequences in the foreground wait only because the step has
+        no capacity left.
 
         admission: leases adapters, and keeps the step's limits on adapters.
         prefilling: running sequences that do not decode.
@@ -479,11 +497,12 @@ class Scheduler:
         chunks: list[Chunk] = []
         begun: list[Sequence] = []
         pages = 0  # of the begun sequences
-        served: set[VirtualCounter] = set()  # tenants served, or not only for want of capacity
-        saturated = True
+        served: set[VirtualCounter] = set()  # tenants of sequences that have their adapters
+        saturated = False
         order = self.waiting.in_fair_order(prefilling, admission.is_blocked, self._reserved_for)
         for turn in order:
             sequence = turn.sequence
+            saturated = not sequence.background  # if the step has no capacity for this sequence
             if sequence.background and not self._background_tokens:
                 break
             if sequence.status is not SequenceStatus.RUNNING:
@@ -509,7 +528,7 @@ class Scheduler:
                 break
         else:
             saturated = False
-        self._reserved_for = admission.reserved_for
+        self._reserved_for, self._lacks_room = admission.reserved_for, admission.lacks_room
         self.waiting.skip_turn(counter for counter in order.exhausted if counter not in served)
         for sequence in begun:
             self.waiting.remove(sequence)  # before the status changes: the queue sorts by status
@@ -636,7 +655,7 @@ class _Prefills(NamedTuple):
 
     chunks: chunks of prompts.
     failed: by digest, the errors of adapters that could not be loaded.
-    saturated: whether sequences wait only because the step has no capacity left.
+    saturated: whether foreground sequences wait only because the step has no capacity left.
     """
 
     chunks: list[Chunk]

@@ -266,7 +266,10 @@ class Sequence:
         self.lookup: PromptLookup | None = None
         self.drafted_from = DraftSource.LOOKUP
         self.prompt_length, self.length = len(self.prompt), len(self.tokens)
-        self.kv = SequencePages(self.tokens, prompt_keys, request.scheduling.tenant)
+        params = request.scheduling
+        self.kv = SequencePages(
+            self.tokens, prompt_keys, params.tenant, background=params.background
+        )
         self.adapter = None if prompt_keys.adapter_digest is None else request.adapter
         self.active_from = prompt_keys.active_from
         scored = made is None and choice % request.n == 0

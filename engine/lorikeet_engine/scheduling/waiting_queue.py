@@ -33,6 +33,11 @@ class WaitingQueue:
         """Iterate over all waiting sequences, tenant by tenant."""
         return chain.from_iterable(list(queue.by_age) for queue in list(self._queues.values()))
 
+    @property
+    def has_foreground(self) -> bool:
+        """Whether a sequence in the foreground waits."""
+        return not all(counter.background for counter in self._queues)
+
     def add(self, sequence: Sequence) -> None:
         """Add a sequence to its tenant's queue; the tenant is then a waiting tenant."""
         counter = sequence.cost.counter

@@ -6,18 +6,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from lorikeet.answer_stream.answer import Answer
-from lorikeet.answer_stream.billed_tokens import BilledTokens
 from lorikeet.answer_stream.openai_format import SchemaCheck
 from lorikeet.answer_stream.output_log import logged
 from lorikeet.answer_stream.response_stream import ResponseStream
-from lorikeet.protocol.messages import AnswerHeader, Call, RunningUsage, StreamItem
+from lorikeet.answer_stream.token_counter import TokenCounter
+from lorikeet.protocol.messages import AnswerHeader, Call, StreamItem
 from lorikeet_engine.request import Output, PromptLogprobs, Tokens
 
 Abort = Callable[[str, int], object]
 """Function that aborts one choice: takes the request's id and the choice's index."""
-_REPORT_EVERY = 64
-"""Number of generated tokens between two RunningUsage items. At this value, RunningUsage items are
-less than 2% of the items that a gateway receives.
+_REPORT_EVERY = 16
+"""Number of generated tokens between two RunningUsage items: the bill of an answer that its client
+cuts off lacks fewer tokens than that.
 """
 _PROMPT_LOGPROBS_AT_ONCE = 128
 """Number of prompt tokens whose log probabilities are formatted in one callback of the event loop.
@@ -36,7 +36,7 @@ class AnswerSender:
 
     Constructor arguments:
     request_id: id of the attempt to answer the call.
-    meter: counter of the tenant's billed tokens.
+    prompts: token ids of each prompt.
     stream: stream to the gateway, into which the items go.
     abort: called for each choice that has ended, for example at a stop string, while the engine
         still generates it.
@@ -47,7 +47,7 @@ class AnswerSender:
         call: Call,
         request_id: str,
         answer: Answer,
-        meter: BilledTokens,
+        prompts: Sequence[Sequence[int]],
         stream: ResponseStream,
         abort: Abort,
     ) -> None:
@@ -55,11 +55,12 @@ class AnswerSender:
         # these are in no log
         self._logs = call.sampling.prompt_logprobs is None and not call.endpoint.pools
         self._log = b""  # of outputs since the last items
-        self._answer, self._meter, self._stream, self._abort = answer, meter, stream, abort
+        self._answer, self._stream, self._abort = answer, stream, abort
+        self._counter = TokenCounter(call, prompts)
         self._header: AnswerHeader | None = None
         self._waiting = deque[Output]()  # for the header, or for the next callback
         self._is_scheduled = False
-        self._reported_tokens = 0
+        self._reported = self._counter.usage
         self._event_loop = asyncio.get_running_loop()
         self.ended: asyncio.Future[None] = self._event_loop.create_future()
 
@@ -67,11 +68,10 @@ class AnswerSender:
         """Convert an output of a lost replica, before `begin`, without sending its items: the
         client has them.
         """
-        self._meter.on_output(output)
-        for item in self._answer.take((output,)):
-            self._meter.on_item(item)
+        self._counter.add(output)
+        self._answer.take((output,))
         self._answer.stopped.clear()
-        self._reported_tokens = self._meter.output_tokens
+        self._reported = self._counter.usage
 
     def begin(self, header: AnswerHeader) -> None:
         """Send the answer's first header, then the items from outputs that arrived before this
@@ -94,10 +94,7 @@ class AnswerSender:
 
         checks: one check for each choice.
         """
-        items = self._answer.end(checks)
-        for item in items:
-            self._meter.on_item(item)
-        self._stream.put(self._request_id, items, ended=True)
+        self._stream.put(self._request_id, self._answer.end(checks), ended=True)
 
     def _work(self) -> None:
         """Send waiting outputs. Log probabilities of a prompt's many tokens are sent in parts;
@@ -124,14 +121,11 @@ class AnswerSender:
         if header.is_first and load_s is not None:
             self._header = replace(header, status=None, load_s=load_s)
             items.append(self._header)
-        self._meter.on_output(output)
-        made = self._meter.output_tokens
-        if made >= self._reported_tokens + _REPORT_EVERY:
-            self._reported_tokens = made
-            items.append(RunningUsage(made))
-        for item in self._answer.take((output,)):
-            self._meter.on_item(item)
-            items.append(item)
+        self._counter.add(output)
+        if self._counter.has_grown_since(self._reported, _REPORT_EVERY):
+            self._reported = self._counter.usage
+            items.append(self._reported)
+        items += self._answer.take((output,))
         for choice in self._answer.stopped:
             self._abort(self._request_id, choice)
         self._answer.stopped.clear()

@@ -178,7 +178,6 @@ class ResponseBuffer:
     received: number of items received.
     ended: True once all items were received, whether taken or not.
     replica: the replica that answers; None before its first item.
-    has_left: True once the answer was moved from its replica to another.
 
     Constructor arguments:
     interval_s: function that returns the minimum time between two deltas, in seconds.
@@ -206,7 +205,6 @@ class ResponseBuffer:
         self.received = 0
         self.ended = False
         self.replica: str | None = None
-        self.has_left = False
         self._begun, self._is_last = begun, is_last
 
     @property
@@ -304,12 +302,9 @@ class ResponseBuffers:
                 buffer.fail(error)
 
     def leave(self, replica: str, error: BaseException) -> None:
-        """Fail all answers that a replica has begun and that can move, without an end of their
-        calls: the caller ends the stream from the replica.
-        """
+        """Fail all answers that a replica has begun and that can move."""
         for buffer in self._open.values():
             if buffer.replica == replica and buffer.can_move:
-                buffer.has_left = True
                 buffer.fail(error)
 
     def leave_call(self, request_id: str, error: BaseException) -> None:

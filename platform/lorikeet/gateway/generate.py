@@ -36,6 +36,7 @@ from lorikeet.gateway.replica_response import (
 )
 from lorikeet.gateway.services import Services
 from lorikeet.gateway.stored_responses import StoredResponses
+from lorikeet.gateway.usage_observer import UsageObserver
 from lorikeet.prices import FREE, Price, price_of
 from lorikeet.protocol.messages import (
     AnswerHeader,
@@ -249,7 +250,11 @@ class GenerateEndpoint:
         return ReplicaResponse(
             call,
             self._services.engines.stream_answer(base_model, encoded),
-            [trace, RateLimitObserver(hold, encoded, base_model, max_context, price)],
+            [
+                trace,
+                RateLimitObserver(hold, encoded, base_model, max_context, price),
+                UsageObserver(self._services.usage, call, base_model, price),
+            ],
             self._services.first_item_timeout_s,
             self._stored.saver(body, context, call) or body.before_end(),
             self._services.uses.using(call.adapter),

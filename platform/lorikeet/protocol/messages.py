@@ -346,13 +346,20 @@ class FinalUsage:
 
 @dataclass(frozen=True, slots=True)
 class RunningUsage:
-    """Number of tokens in all choices of an answer so far.
+    """Usage of an answer so far.
 
-    The item is sent every few dozen tokens, even if the answer has no new bytes. Rate limits count
-    the last RunningUsage of an answer that never completes.
+    The item is sent when a prompt has reached its first token and then every few tokens, even if
+    the answer has no new bytes. Rate limits and usage count the last RunningUsage of an answer that
+    never completes.
+
+    completion_tokens: tokens of all choices.
+    prompt_tokens: tokens of the prompts that have reached their first token.
+    cached_tokens: those of them found in the prefix cache.
     """
 
     completion_tokens: int
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ replica.py            Replica: runs calls, and answers gateways and the controll
 request_builder.py    the engine's request for a call, within the limits of one answer
 grammars/             grammars that constrain answers
 output_dispatcher.py  the engine's outputs, to each call's AnswerSender (answer_stream/)
-metering.py           billed usage
+slot_metering.py      usage of GPU slots and loads, by tenant
 status_feed.py        status updates for gateways
 pushed_adapters.py    adapters that training pushes to the host memory
 smoke.py              smoke tests of adapters

@@ -36,11 +36,11 @@ from lorikeet.protocol.replica_report import ReplicaReport
 from lorikeet.protocol.status_update import StatusUpdate, to_stats
 from lorikeet.replica.base_copies import changed_copies
 from lorikeet.replica.engine_process import build_engine
-from lorikeet.replica.metering import Metering
 from lorikeet.replica.output_dispatcher import OutputDispatcher
 from lorikeet.replica.parity import prove_parity
 from lorikeet.replica.pushed_adapters import PushedAdapters
 from lorikeet.replica.request_builder import RequestBuilder
+from lorikeet.replica.slot_metering import SlotMetering
 from lorikeet.replica.smoke import Completions, run_smoke_test
 from lorikeet.replica.status_feed import StatusFeed
 from lorikeet.settings import Settings
@@ -107,7 +107,7 @@ class Replica:
         self._requests = RequestBuilder(self._encoder, settings.base_models[base_model], context)
         flush_s = settings.usage_flush_s
         self._store = store.result()
-        self._metering = Metering(self._store, self._engine, base_model, flush_s, settings.prices)
+        self._metering = SlotMetering(self._store, self._engine, base_model, flush_s)
 
     async def run_call(self, encoded: EncodedCall, gateway: str) -> AsyncIterator[Refusal | None]:
         """Answer one call; its gateway reads the answer from `response_stream`.
@@ -129,28 +129,25 @@ class Replica:
             stream = await self._response_streams.to(gateway)
             prepared = await self._requests.build(encoded)
             request = prepared.request
-            with self._metering.metered(call, request.prompts) as meter:
-                encoder = self._encoder.with_marks(encoded.marks)
-                known = (encoder.vocabulary, encoder.syntax, prepared.thinking, prepared.echoes)
-                checked = bool(prepared.checked)
-                answer = Answer(
-                    call, request.prompts, *known, checked=checked, tags=encoder.think_tags
-                )
-                request_id, abort = encoded.attempt_id, self._engine.abort
-                sender = AnswerSender(call, request_id, answer, meter, stream, abort)
-                made = await _replay(encoded, answer, sender) if encoded.log else ()
-                with self._outputs.receiving(request_id, sender.take, abort):
-                    found, goes_on = None, any(answer.unended)
-                    if goes_on:
-                        found = await self._submit(_rest_of(request, made) if made else request)
-                    digest = call.adapter.digest if call.adapter else None
-                    ignored, status = prepared.ignored, self._feed.update()
-                    sender.begin(AnswerHeader(self.name, digest, found, status, ignored=ignored))
-                    if goes_on:
-                        await stream.wait_for(sender.ended)
-                if answer.awaits_checks:
-                    said = answer.said()
-                    sender.end(await self._requests.check(call, prepared.checked, said))
+            encoder = self._encoder.with_marks(encoded.marks)
+            known = (encoder.vocabulary, encoder.syntax, prepared.thinking, prepared.echoes)
+            checked = bool(prepared.checked)
+            answer = Answer(call, request.prompts, *known, checked=checked, tags=encoder.think_tags)
+            request_id, abort = encoded.attempt_id, self._engine.abort
+            sender = AnswerSender(call, request_id, answer, request.prompts, stream, abort)
+            made = await _replay(encoded, answer, sender) if encoded.log else ()
+            with self._outputs.receiving(request_id, sender.take, abort):
+                found, goes_on = None, any(answer.unended)
+                if goes_on:
+                    found = await self._submit(_rest_of(request, made) if made else request)
+                digest = call.adapter.digest if call.adapter else None
+                ignored, status = prepared.ignored, self._feed.update()
+                sender.begin(AnswerHeader(self.name, digest, found, status, ignored=ignored))
+                if goes_on:
+                    await stream.wait_for(sender.ended)
+            if answer.awaits_checks:
+                said = answer.said()
+                sender.end(await self._requests.check(call, prepared.checked, said))
             yield None
         except (EngineError, InvalidInput) as error:
             yield _refuse(error)
@@ -297,7 +294,7 @@ class Replica:
         self._outputs.fail_all(error)
 
     def close(self) -> None:
-        """Write the billed usage to the store and stop the engine. Safe to call twice."""
+        """Write the usage of slots to the store and stop the engine. Safe to call twice."""
         self._metering.close()
         self._requests.close()
         self._engine.close()

@@ -340,9 +340,7 @@ class ServeEngineClient:
             finally:
                 if giving_up is not None:
                     giving_up.cancel()
-                # A call whose answer has ended is about to end too, as is a call whose answer has
-                # left its replica: the answer stream from there ends.
-                if not (buffer.ended or buffer.has_left):
+                if not buffer.ended:  # else the call is about to end too
                     # Not the task first: grpc.aio keeps memory of a call that its task cancels.
                     sent.cancel()
                     loop.call_later(_CANCEL_S, awaiting.cancel)

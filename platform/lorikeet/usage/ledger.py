@@ -7,6 +7,8 @@ from datetime import UTC, date, datetime
 from threading import Lock
 from typing import NamedTuple, TypeVar
 
+from lorikeet_engine.adapter import Adapter
+
 K = TypeVar("K")
 
 
@@ -20,6 +22,12 @@ class UsageAccount(NamedTuple):
     tenant: str
     base_model: str
     adapter: str | None = None
+
+    @classmethod
+    def of(cls, tenant: str, base_model: str, adapter: Adapter | None) -> "UsageAccount":
+        """Return the account of a tenant's requests with an adapter, None for the base model."""
+        names = [f"{member.tenant}/{member.name}" for member in adapter.members] if adapter else []
+        return cls(tenant, base_model, "+".join(sorted(names)) or None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,10 +1,12 @@
 """Sequences in the background get what all others leave, and end with the same tokens."""
 
 import random
+from types import SimpleNamespace
 
 import pytest
 
 from lorikeet_engine.request import SchedulingParams
+from lorikeet_engine.scheduling import scheduler
 from lorikeet_engine.scheduling.step_budget import StepBudget
 from tests.engine.scheduler_harness import COSTS, SchedulerHarness
 
@@ -116,3 +118,60 @@ def test_pauses_change_no_tokens(seed, overlap):
     alone = run([FOREGROUND] * 24)
     mixed = [numbers.choice([FOREGROUND, BACKGROUND]) for _ in prompts]
     assert run(mixed, sequences=5, tokens=24, pages=20) == alone
+
+
+@pytest.mark.parametrize("background", [0, 20])
+def test_waiting_in_the_background_does_not_slow_the_estimate_of_waits(monkeypatch, background):
+    now_s = 0.0
+    monkeypatch.setattr(scheduler, "time", SimpleNamespace(monotonic=lambda: now_s))
+    harness = SchedulerHarness(tokens=32, sequences=8)
+    harness.add(3, max_tokens=60, scheduling=FOREGROUND)
+    for _ in range(background):
+        harness.add(40, max_tokens=20, scheduling=BACKGROUND)
+    per_s = harness.scheduler._throughput.cost_per_s
+    for _ in range(40):
+        now_s += 1.0
+        harness.step()
+    assert harness.scheduler._throughput.cost_per_s == per_s  # no step was full
+    assert harness.scheduler.wait_s(FOREGROUND) == 0.0
+
+
+def test_the_foreground_waits_for_no_prefix_that_the_background_computes():
+    harness = SchedulerHarness(tokens=64, sequences=8, pages=200)
+    prefix = list(range(200))
+    late = harness.add(prefix, scheduling=BACKGROUND)
+    harness.step()
+    first = harness.add([*prefix, 5], scheduling=FOREGROUND)
+    begun = [first in {s for s, _ in harness.step()} for _ in range(2)]
+    assert any(begun)
+    harness.run()
+    assert set(harness.finished) == {late, first}
+
+
+@pytest.mark.parametrize(
+    "limit", [{"adapters": 2}, {"ranks": 20}, {"places": 2}], ids=["adapters", "ranks", "memory"]
+)
+def test_the_background_gives_the_place_of_its_adapters_to_the_foreground(limit):
+    harness = SchedulerHarness(sequences=8, pages=200, **limit)
+    late = [harness.add(3, name, max_tokens=90, scheduling=BACKGROUND) for name in "ab"]
+    harness.step()
+    harness.step()
+    first = harness.add(3, "c", max_tokens=9, scheduling=FOREGROUND)
+    begun = [first in {s for s, _ in harness.step()} for _ in range(5)]
+    assert any(begun)
+    assert sum(s.timings.preemptions for s in late) <= 2
+    harness.run()
+    assert set(harness.finished) == {*late, first}
+
+
+def test_a_sequence_that_waits_in_the_background_keeps_no_adapter_from_the_foreground():
+    harness = SchedulerHarness(pages=20, sequences=8, places=1)
+    harness.add(60, max_tokens=12, scheduling=FOREGROUND)
+    late = harness.add(20, "a", scheduling=BACKGROUND)
+    for _ in range(2):
+        harness.step()
+    assert late.lease is not None
+    assert not late.kv.pages
+    first = harness.add(3, "b", scheduling=FOREGROUND)
+    assert any(first in {s for s, _ in harness.step()} for _ in range(5))
+    harness.run()

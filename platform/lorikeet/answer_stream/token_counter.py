@@ -1,0 +1,40 @@
+"""Counter of one call's tokens while its answer grows."""
+
+from collections.abc import Sequence
+
+from lorikeet.protocol.messages import Call, RunningUsage
+from lorikeet_engine.request import Output, Tokens
+
+
+class TokenCounter:
+    """Counter of the tokens that a call has used so far.
+
+    prompts: token ids of each prompt.
+    """
+
+    def __init__(self, call: Call, prompts: Sequence[Sequence[int]]) -> None:
+        self._n, self._prompts = call.n, [len(prompt) for prompt in prompts]
+        self._computed: set[int] = set()
+        self._prompt_tokens = self._cached_tokens = self._output_tokens = 0
+
+    @property
+    def usage(self) -> RunningUsage:
+        """Tokens of the prompts that have reached their first token, and of all choices."""
+        return RunningUsage(self._output_tokens, self._prompt_tokens, self._cached_tokens)
+
+    def has_grown_since(self, usage: RunningUsage, tokens: int) -> bool:
+        """Return whether another prompt has reached its first token since, or `tokens` more tokens
+        were generated.
+        """
+        made = self._output_tokens - usage.completion_tokens
+        return made >= tokens or self._prompt_tokens > usage.prompt_tokens
+
+    def add(self, output: Output) -> None:
+        """Count the generated tokens in an output of the engine, and its prompt's tokens."""
+        if isinstance(output, Tokens):
+            self._output_tokens += len(output.token_ids)
+            prompt = output.choice // self._n
+            if prompt not in self._computed:
+                self._computed.add(prompt)
+                self._prompt_tokens += self._prompts[prompt]
+                self._cached_tokens += output.timings.cached_tokens if output.timings else 0
