@@ -43,6 +43,31 @@ class Head:
     pad_token: int | None = None
 
 
+class Pooling(StrEnum):
+    """Way in which the hidden states of a prompt become one vector; the values are those of
+    sentence-transformers.
+
+    LAST: the last token's hidden state.
+    MEAN: the mean over all tokens.
+    """
+
+    LAST = "lasttoken"
+    MEAN = "mean"
+
+
+@dataclass(frozen=True, slots=True)
+class Embedder:
+    """Way in which texts are embedded, from the files that sentence-transformers writes.
+
+    normalizes: vectors are scaled to length 1.
+    dimensions: numbers of first values to which vectors may be cut (Matryoshka); None: any number.
+    """
+
+    pooling: Pooling = Pooling.LAST
+    normalizes: bool = True
+    dimensions: tuple[int, ...] | None = None
+
+
 @dataclass(frozen=True, slots=True, order=True)
 class AdapterRef:
     """One immutable version of one adapter; the same value everywhere from the catalog to the GPU.
@@ -52,6 +77,7 @@ class AdapterRef:
     invocation_tokens: of an activated LoRA (aLoRA), the tokens from which on it changes a prompt;
         () for other adapters.
     head: classification or reward head; None for adapters that generate.
+    embedder: the adapter's own way of embedding texts; None: the base model's.
     """
 
     tenant: str
@@ -60,6 +86,7 @@ class AdapterRef:
     digest: str
     invocation_tokens: tuple[int, ...] = field(default=(), compare=False)
     head: Head | None = field(default=None, compare=False)
+    embedder: Embedder | None = field(default=None, compare=False)
 
     @property
     def members(self) -> "tuple[AdapterRef, ...]":

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 from typing import NamedTuple
 
-from lorikeet_engine.adapter import Adapter, Residency
+from lorikeet_engine.adapter import Adapter, Pooling, Residency
 from lorikeet_engine.errors import EngineError, InvalidRequest
 
 MAX_LOGPROBS = 20
@@ -167,7 +167,9 @@ class Request:
         None for a choice that has ended there. Empty for a new request. The engine outputs only
         the tokens that follow, which are those that the other engine would have sampled next:
         penalties, grammar, limits and draws count the made tokens. Prompts are not scored again.
-    pools: return a Pooled of each prompt, before the one token that the prompt's choice makes.
+    pools: return a Pooled of each prompt, before the one token that the prompt's choice makes. A
+        head takes the last token's hidden state. For a mean, prompts are not taken from the prefix
+        cache.
     """
 
     request_id: str
@@ -178,7 +180,7 @@ class Request:
     salt: str = ""
     scheduling: SchedulingParams = field(default_factory=SchedulingParams)
     made: tuple[tuple[int, ...] | None, ...] = ()
-    pools: bool = False
+    pools: Pooling | None = None
 
     def __post_init__(self) -> None:
         _require(self.n >= 1, "n", self.n, "an integer ≥ 1")
@@ -188,8 +190,9 @@ class Request:
         unended = len(self.made) == choices and any(made is not None for made in self.made)
         _require(not self.made or unended, "made", len(self.made), want)
         alone = self.n == self.sampling.max_tokens == 1 and not self.made
-        want = "n and max_tokens of 1, and no made tokens"
-        _require(not self.pools or alone, "pools", self.pools, want)
+        alone = alone and self.sampling.prompt_logprobs is None
+        want = "n and max_tokens of 1, no made tokens and no prompt_logprobs"
+        _require(self.pools is None or alone, "pools", self.pools, want)
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,8 +316,8 @@ class PromptLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Pooled:
-    """Values that represent one prompt: one for each label of the adapter's head or, without a
-    head, the last token's hidden state.
+    """Values that represent one prompt: one for each label of the head of its adapter or base
+    model or, without a head, its pooled hidden states.
 
     choice: index of the prompt.
     values: float32.

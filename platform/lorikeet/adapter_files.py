@@ -7,6 +7,7 @@ from lorikeet.errors import InvalidInput
 from lorikeet.tokenizer_vocabulary import MAX_TOKENIZER_BYTES, TOKENIZER_FILES
 from lorikeet_engine.adapter_format import (
     CONFIG_FILE,
+    EMBEDDING_FILES,
     INDEX_FILE,
     MAX_INDEX_BYTES,
     MLX_WEIGHTS_FILE,
@@ -27,7 +28,8 @@ def adapter_files(
     source: str, sizes: Mapping[str, int], read: Callable[[str], bytes]
 ) -> tuple[str, ...]:
     """Return the files to copy: config, weights (in one file or in shards), files of chat template
-    and tokenizer, and the base model's config, which names labels.
+    and tokenizer, the base model's config, which names labels, and the files that say how texts are
+    embedded, of which one is in a folder of its own.
 
     source: name of the source, for errors.
     sizes: bytes of all files of the folder, by name.
@@ -68,7 +70,7 @@ def _checked(source: str, sizes: Mapping[str, int], names: tuple[str, ...]) -> t
         raise InvalidInput(f"{source} has {total} bytes: the limit is {MAX_SOURCE_BYTES}")
     limits = dict.fromkeys(TEMPLATE_FILES, MAX_TEMPLATE_BYTES)
     limits |= dict.fromkeys(TOKENIZER_FILES, MAX_TOKENIZER_BYTES)
-    limits[BASE_CONFIG_FILE] = MAX_TEMPLATE_BYTES
+    limits |= dict.fromkeys((BASE_CONFIG_FILE, *EMBEDDING_FILES), MAX_TEMPLATE_BYTES)
     beside = (name for name, limit in limits.items() if sizes.get(name, limit + 1) <= limit)
     return (*names, *beside)
 

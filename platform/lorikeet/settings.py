@@ -27,7 +27,7 @@ from lorikeet.addresses import (
 )
 from lorikeet.errors import InvalidSetting
 from lorikeet.oidc_issuer import OidcIssuer, parse_oidc_issuer
-from lorikeet.prices import Price, parse_prices
+from lorikeet.prices import FLEX, Price, parse_prices
 from lorikeet.sizes import parse_size
 
 PREFIX = "LORIKEET_"
@@ -285,7 +285,8 @@ class Settings(BaseModel):
         description="prices of a million tokens, as name=input/cached/output of base models and of "
         "adapters (acme/support=0.3/0.06/1.2), separated by commas, in any currency: computed and "
         "cached tokens of prompts, and tokens of answers (usage.md); an adapter without prices "
-        "has its base model's; not set: nothing costs",
+        "has its base model's; llama:flex=… and acme/support:flex=… are those of batches and of "
+        "service tier flex; not set: nothing costs",
     )
     responses_lifetime_h: int | None = Field(
         None,
@@ -358,7 +359,7 @@ class Settings(BaseModel):
     @classmethod
     def _of_base_models(cls, value: dict[str, Price], given: ValidationInfo) -> dict[str, Price]:
         models = given.data.get("base_models", {})
-        for name in value:
+        for name in (each.removesuffix(FLEX) for each in value):
             if "/" not in name and models and name not in models:
                 raise ValueError(
                     f"{name} is no base model: there are {', '.join(sorted(models))}; adapters are "

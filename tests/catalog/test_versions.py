@@ -23,7 +23,7 @@ from lorikeet.errors import (
 )
 from lorikeet.parity.figures import GapCause, Parity, Verdict
 from lorikeet.request_defaults import RequestDefaults
-from lorikeet_engine.adapter import AdapterRef, Head, Problem, TouchedModules
+from lorikeet_engine.adapter import AdapterRef, Embedder, Head, Pooling, Problem, TouchedModules
 
 Register = Callable[..., VersionRecord]
 
@@ -327,16 +327,18 @@ def test_optional_facts_of_a_version_survive_log_and_snapshot(
     accepted = Parity(Verdict.ACCEPTED, 64, 0.006, 0.05, 1e-5)
     head = Head(("calm", "wild"), Problem.MULTI_LABEL, 3)
     kinds = (
-        (None, None, (), None, None),
-        (touches, None, (), None, None),
-        (touches, "org/Demo-4bit", (7, 9), None, None),
-        (touches, "org/Demo-4bit", (7, 9), proof, None),
-        (touches, "", (), accepted, None),
-        (touches, None, (), accepted, None),
-        (touches, None, (), None, head),
-        (touches, None, (), None, Head(("LABEL_0",))),
+        (None, None, (), None, None, None),
+        (touches, None, (), None, None, None),
+        (touches, "org/Demo-4bit", (7, 9), None, None, None),
+        (touches, "org/Demo-4bit", (7, 9), proof, None, None),
+        (touches, "", (), accepted, None, None),
+        (touches, None, (), accepted, None, None),
+        (touches, None, (), None, head, None),
+        (touches, None, (), None, Head(("LABEL_0",)), None),
+        (touches, None, (), None, None, Embedder(Pooling.MEAN, normalizes=False)),
+        (touches, None, (), None, None, Embedder(dimensions=(64, 128))),
     )
-    for number, (known, trained_on, tokens, parity, scored) in enumerate(kinds):
+    for number, (known, trained_on, tokens, parity, scored, embedder) in enumerate(kinds):
         blob.write_bytes(data := bytes([number]))
         digest = hashlib.sha256(data).hexdigest()
         facts = BlobFacts(
@@ -346,6 +348,7 @@ def test_optional_facts_of_a_version_survive_log_and_snapshot(
             invocation_tokens=tokens,
             parity=parity,
             head=scored,
+            embedder=embedder,
         )
         catalog.register("acme", "support", blob, facts, actor="ann")
     seq = catalog.reader.snapshot()
@@ -353,27 +356,38 @@ def test_optional_facts_of_a_version_survive_log_and_snapshot(
     read = [entry for entry in Log(store).read(0) if entry.seq <= seq]
     registered = [c for e in read for c in e.changes if isinstance(c, VersionRegistered)]
     found = tuple(
-        (c.touches, c.trained_on, c.invocation_tokens, c.parity, c.head) for c in registered
+        (c.touches, c.trained_on, c.invocation_tokens, c.parity, c.head, c.embedder)
+        for c in registered
     )
     assert found == kinds
     tenant = catalog.reader.state.tenant_state("acme")
     again = decode_tenant("acme", encode_tenant(tenant))
     versions = again.adapters["support"].versions
-    kept = tuple((v.touches, v.trained_on, v.invocation_tokens, v.parity, v.head) for v in versions)
+    kept = tuple(
+        (v.touches, v.trained_on, v.invocation_tokens, v.parity, v.head, v.embedder)
+        for v in versions
+    )
     assert kept == kinds
     assert again == tenant
     assert again.adapters["support"].ref(versions[2]).invocation_tokens == (7, 9)
     assert again.adapters["support"].ref(versions[6]).head == head
+    assert again.adapters["support"].ref(versions[9]).embedder == Embedder(dimensions=(64, 128))
 
 
-def test_releases_that_know_no_invocation_tokens_or_heads_read_no_entry_with_them(
+def test_releases_that_know_no_kind_of_adapter_read_no_entry_with_it(
     catalog: AdapterCatalog, store: ObjectStore, tmp_path: Path
 ) -> None:
     blob = tmp_path / "blob"
-    kinds = ((), None), ((7, 9), None), ((), Head(("LABEL_0",)))
-    for number, (tokens, head) in enumerate(kinds):
+    kinds = (
+        ((), None, None),
+        ((7, 9), None, None),
+        ((), Head(("LABEL_0",)), None),
+        ((), None, Embedder()),
+    )
+    for number, (tokens, head, embedder) in enumerate(kinds):
         blob.write_bytes(data := bytes([number]))
         digest = hashlib.sha256(data).hexdigest()
-        facts = BlobFacts(digest, 1, 8, "demo", 1, invocation_tokens=tokens, head=head)
+        kind = {"invocation_tokens": tokens, "head": head, "embedder": embedder}
+        facts = BlobFacts(digest, 1, 8, "demo", 1, **kind)
         catalog.register("acme", "support", blob, facts, actor="ann")
-    assert [entry.schema for entry in Log(store).read(0)][-3:] == [1, 2, 2]
+    assert [entry.schema for entry in Log(store).read(0)][-4:] == [1, 2, 2, 2]

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from lorikeet_engine.adapter import AdapterRef
 from lorikeet_engine.adapter_format import write_blob
+from lorikeet_engine.adapter_format.embedding_config import parse_embedder
 from lorikeet_engine.adapter_format.header import read_header
 from lorikeet_engine.adapter_format.lora_config import LoraConfig
 from lorikeet_engine.adapter_format.score_head import parse_head
@@ -31,8 +32,9 @@ class BlobShelf:
         digest = write_blob(peft_folder, temporary)
         temporary.rename(self.folder / digest)
         blob = self.folder / digest
-        head = parse_head(read_header(blob).metadata)
-        return AdapterRef(tenant, name, 1, digest, invocation_tokens(blob), head)
+        metadata = read_header(blob).metadata
+        known = parse_head(metadata), parse_embedder(metadata)
+        return AdapterRef(tenant, name, 1, digest, invocation_tokens(blob), *known)
 
     def hold(self, ref: AdapterRef) -> None:
         """Block fetches of an adapter."""

@@ -70,7 +70,7 @@ class RecordingRunner:
         self.error: Exception | None = None
         self._runner = engine._runner
         self.kv_windows, self.state_slots = self._runner.kv_windows, self._runner.state_slots
-        self.weights = self._runner.weights
+        self.weights, self.model = self._runner.weights, self._runner.model
         engine._runner = self  # type: ignore[assignment]
 
     @property

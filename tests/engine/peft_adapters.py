@@ -58,6 +58,29 @@ def save_adapter(checkpoint: Path, folder: Path, seed: int = 0, **lora: Any) -> 
     return folder
 
 
+def embedder(checkpoint: Path) -> Any:
+    """Load a checkpoint's decoder alone in transformers, in float32."""
+    return transformers.AutoModel.from_pretrained(
+        checkpoint, dtype=torch.float32, attn_implementation="eager"
+    )
+
+
+def save_embedder(checkpoint: Path, folder: Path, seed: int = 0, **lora: Any) -> Path:
+    """Save a PEFT folder of a random adapter for embeddings over a checkpoint's decoder.
+
+    lora: LoraConfig's arguments.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        base, config = embedder(checkpoint), peft.LoraConfig(task_type="FEATURE_EXTRACTION", **lora)
+        model = peft.get_peft_model(base, config)
+        for name, weight in model.named_parameters():
+            if "lora_B" in name:
+                weight.data.normal_(0.0, 0.1)
+    model.save_pretrained(folder)
+    return folder
+
+
 def classifier(checkpoint: Path, labels: int) -> Any:
     """Load a checkpoint's model for sequence classification in transformers, in float32."""
     return transformers.AutoModelForSequenceClassification.from_pretrained(

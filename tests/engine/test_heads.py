@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from lorikeet_engine.adapter import Composition, Head, Problem
+from lorikeet_engine.adapter import Composition, Head, Pooling, Problem
 from lorikeet_engine.adapter_format import AdapterLimits, check_values, read_spec
 from lorikeet_engine.errors import (
     AdapterOverflows,
@@ -70,7 +70,9 @@ def expected(checkpoint, folder, labels, ids):
 def pooling(request_id, *prompts, adapter=None):
     """Return a request to pool prompts."""
     sampling = SamplingParams(max_tokens=1, temperature=0.0)
-    return Request(request_id, tuple(map(tuple, prompts)), sampling, adapter=adapter, pools=True)
+    return Request(
+        request_id, tuple(map(tuple, prompts)), sampling, adapter=adapter, pools=Pooling.LAST
+    )
 
 
 class World:

@@ -214,7 +214,7 @@ def test_no_op_values_are_accepted(
     [
         ("POST", "/v1/conversations", "ask /v1/chat/completions"),
         ("POST", "/v1/messages/batches", "one by one"),
-        ("POST", "/v1/embeddings", "this service generates text"),
+        ("POST", "/v1/images/edits", "this service generates text"),
         ("POST", "/v1/audio/speech", "this service generates text"),
         ("GET", "/v1/fine_tuning/jobs", "this service generates text"),
         ("POST", "/classify", "base_url must end in /v1, for /v1/classify"),

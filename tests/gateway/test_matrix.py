@@ -82,6 +82,10 @@ TENANTS: Mapping[Route, Callable[[str, str], tuple[str, Any]] | None] = {
         ("POST", path): lambda model, _, path=path: (path, {"model": model, "input": "hello"})
         for path in POOLING
     },
+    ("POST", "/v1/embeddings"): lambda model, _: (
+        "/v1/embeddings",
+        {"model": model, "input": "hello"},
+    ),
     ("GET", "/v1/models"): None,
     ("GET", "/v1/models/{model}"): lambda model, _: (f"/v1/models/{model}", None),
     ("GET", "/v1/requests/{request_id}"): lambda _, asked: (f"/v1/requests/{asked}", None),

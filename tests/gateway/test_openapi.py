@@ -162,7 +162,9 @@ def likely_answered(known: Mapping[str, str], case: Any) -> st.SearchStrategy[An
     if "tokens" in case.body:
         asked = {"tokens": [4, 5]}
     limits = {"max_output_tokens" if "input" in texts else "max_tokens": 20}
-    if case.path.endswith(("/count_tokens", "tokenize", "/classify", "/score", "/pooling")):
+    if case.path.endswith(
+        ("/count_tokens", "tokenize", "/classify", "/score", "/pooling", "/embeddings")
+    ):
         limits = {}
 
     def reduce(kept: set[str]) -> Any:

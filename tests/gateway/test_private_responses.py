@@ -86,7 +86,7 @@ NAMING_NOTHING: set[Named] = {
     *(("POST", path, "call_id") for path in (RESPONSES, COUNT)),
     *(
         ("POST", f"/v1/{path}", name)
-        for path in ("chat/completions", "classify", "score", "pooling")
+        for path in ("chat/completions", "classify", "score", "pooling", "embeddings")
         for name in ("id", "tool_call_id")
     ),
     *(

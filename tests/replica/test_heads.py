@@ -48,6 +48,7 @@ def test_a_replica_classifies_as_peft_does(tmp_path):
         adapter=facts.ref("acme", "tone", 1),
         prompts=("hello there, how are you", "no"),
         max_tokens=0,
+        head=facts.head,
         sampling=SamplingParams(max_tokens=1, temperature=0.0),
     )
     encoder = PromptEncoder(model)

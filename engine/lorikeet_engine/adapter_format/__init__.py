@@ -13,7 +13,8 @@ process.
     trainer's folder → blob     `blob`, from `saved_weights` (files), `tensor_names` (their names),
                                 `lora_config` (adapter_config.json, with `targets`,
                                 `expressions` and `peft_release`), `experts`, `joined`,
-                                `token_rows`, `score_head` and `vectors`;
+                                `token_rows`, `score_head`, `embedding_config` and
+                                `vectors`;
                                 `mlx` reads MLX's folders, and `trtllm` converts TensorRT-LLM's
                                 to PEFT's
     blob → checked adapter      `spec`, from `header` and against the base model's `shape`;
@@ -47,6 +48,7 @@ from lorikeet_engine.adapter_format.blob import (
     write_blob,
     write_peft_folder,
 )
+from lorikeet_engine.adapter_format.embedding_config import EMBEDDING_FILES, read_embedder
 from lorikeet_engine.adapter_format.expressions import CONFIG_FILE
 from lorikeet_engine.adapter_format.families import (
     FAMILIES,
@@ -66,6 +68,7 @@ from lorikeet_engine.adapter_format.saved_weights import (
     refuse_added_tokens,
     shard_names,
 )
+from lorikeet_engine.adapter_format.score_head import base_head
 from lorikeet_engine.adapter_format.shape import BaseShape
 from lorikeet_engine.adapter_format.spec import (
     ALIGNMENT,
@@ -81,6 +84,7 @@ from lorikeet_engine.adapter_format.values import SCAN_ALIGNMENT, ValueScan, che
 __all__ = [
     "ALIGNMENT",
     "CONFIG_FILE",
+    "EMBEDDING_FILES",
     "FAMILIES",
     "FLOAT32_MEMORY",
     "INDEX_FILE",
@@ -106,6 +110,7 @@ __all__ = [
     "ValueScan",
     "aligned",
     "base_copies",
+    "base_head",
     "blob_digest",
     "check_values",
     "decoder_config",
@@ -117,6 +122,7 @@ __all__ = [
     "pickled_weights",
     "quantized_linears",
     "read_config",
+    "read_embedder",
     "read_json",
     "read_spec",
     "read_trtllm_pair",

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from lorikeet_engine.adapter_format.base_copies import copies_metadata, describe_copy
+from lorikeet_engine.adapter_format.embedding_config import embedder_metadata, read_embedder
 from lorikeet_engine.adapter_format.experts.forms import (
     Pair,
     name_parameters,
@@ -86,7 +87,7 @@ def write_blob(folder: Path, out: Path, warn: Warn = lambda _: None) -> str:
     tensors = _of_the_decoder(tensors, warn)
     copies = [describe_copy(*copy) for copy in take_tensors(tensors, copied_module).items()]
     rows, of_head = (take_tensors(tensors, key) for key in (token_rows_module, head_part))
-    head = trained_head(raw, of_head, folder)
+    head, embedder = trained_head(raw, of_head, folder), read_embedder(folder)
     tokens, vectors = trained_tokens(raw, rows), take_vectors(tensors)
     doubt: Warn = (lambda _: None) if mlx else warn  # MLX's format has one reading
     pairs, read_for = name_parameters(pair_tensors(tensors, split_saved_name), raw, doubt)
@@ -105,6 +106,7 @@ def write_blob(folder: Path, out: Path, warn: Warn = lambda _: None) -> str:
             places = {name: (tensor.blob_dtype, tensor.shape) for name, tensor in named.items()}
             metadata = {METADATA_KEY: config.to_json()} | copies_metadata(copies)
             metadata |= tokens_metadata(tokens) | head_metadata(head)
+            metadata |= embedder_metadata(embedder)
             file.write(header_bytes(places, metadata))
             for tensor in named.values():
                 file.writelines(tensor.pieces())

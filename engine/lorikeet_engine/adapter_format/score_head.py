@@ -1,4 +1,5 @@
-"""Classification and reward heads: the module `score`, which an adapter brings along.
+"""Classification and reward heads: the module `score`, which an adapter brings along, or a base
+model.
 
 PEFT saves it among modules_to_save, for AutoModelForSequenceClassification as for TRL's
 RewardTrainer. A blob holds the head's weights [labels, hidden], perhaps its biases [labels], and
@@ -17,7 +18,7 @@ from lorikeet_engine.adapter_format.expressions import bad_config
 from lorikeet_engine.adapter_format.families import SCORE
 from lorikeet_engine.adapter_format.header import TensorSpan, parse_json_object
 from lorikeet_engine.adapter_format.shape import BaseShape
-from lorikeet_engine.errors import AdapterRejected, AdapterTooLarge
+from lorikeet_engine.errors import AdapterError, AdapterRejected, AdapterTooLarge, ModelError
 
 HEAD_KEY = "lorikeet_head"
 HEAD_MODULES = ("score", "classifier")
@@ -107,6 +108,25 @@ def trained_head(
             "pad_token": _pad_token(folder) if pad is None else pad,
         }
     )
+
+
+def base_head(config: Mapping[str, Any]) -> Head | None:
+    """Return the head of a base model for sequence classification; None for other models.
+
+    config: the base model's config.json.
+
+    Raises ModelError if the head cannot be served.
+    """
+    names = config.get("architectures")
+    if not any(str(name).endswith("ForSequenceClassification") for name in names or ()):
+        return None
+    labels = config.get("id2label")
+    count = len(labels) if isinstance(labels, Mapping) else 2  # transformers' default
+    problem, pad = config.get("problem_type"), config.get("pad_token_id")
+    try:
+        return _checked({"labels": _labels(labels, count), "problem": problem, "pad_token": pad})
+    except AdapterError as error:
+        raise ModelError(f"config.json: {error.message}", field="id2label") from error
 
 
 def head_metadata(head: Head | None) -> dict[str, str]:

@@ -7,8 +7,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TypeVar
 
-from lorikeet_engine.adapter import TouchedModules
+from lorikeet_engine.adapter import Embedder, TouchedModules
 from lorikeet_engine.adapter_format.base_copies import BaseCopy, parse_copies
+from lorikeet_engine.adapter_format.embedding_config import parse_embedder
 from lorikeet_engine.adapter_format.experts.names import experts_kind, is_of_experts
 from lorikeet_engine.adapter_format.families import (
     EMBEDDINGS,
@@ -129,6 +130,7 @@ class AdapterSpec:
     vectors: DoRA's magnitudes and biases, sorted like `linears`. A linear can have biases alone.
     invocation_tokens: see AdapterRef.
     head: classification or reward head; None: the adapter generates.
+    embedder: see AdapterRef.
     """
 
     base_model: str
@@ -139,6 +141,7 @@ class AdapterSpec:
     vectors: tuple[LinearVectors, ...] = ()
     invocation_tokens: tuple[int, ...] = ()
     head: HeadRows | None = None
+    embedder: Embedder | None = None
 
     @property
     def shared_a(self) -> frozenset[tuple[int, int]]:
@@ -269,6 +272,7 @@ def read_spec(blob: Path, shape: BaseShape, limits: AdapterLimits) -> AdapterSpe
         vectors=_vectors(vectors, config, shape, {(p.layer, p.linear) for p in linears}),
         invocation_tokens=tuple(config.alora_invocation_tokens),
         head=read_head(parse_head(header.metadata), of_head, shape),
+        embedder=parse_embedder(header.metadata),
     )
     if spec.invocation_tokens:
         _check_activated(spec, shape)

@@ -35,7 +35,6 @@ from lorikeet_engine.kernels import w4a16
 from lorikeet_engine.kernels.fp8_kv import FP8_KV
 from lorikeet_engine.kernels.lora.types import LoraWeights
 from lorikeet_engine.kernels.moe import mxfp4
-from lorikeet_engine.models.config import ModelConfig
 from lorikeet_engine.models.llama import LlamaModel
 from lorikeet_engine.models.served_rows import ServedRows
 from lorikeet_engine.parallel.rank_group import RankGroup
@@ -145,7 +144,7 @@ def _assemble(
     needs, context = page_needs(model.config, settings), model.config.max_context
     kv_tokens = needs.tokens(kv_pages, context)
     log.info("engine_assembled", extra=start.facts | {"kv_tokens": kv_tokens})
-    info = _info(model.config, settings, min(context, kv_tokens), step_costs)
+    info = _info(model, settings, min(context, kv_tokens), step_costs)
     step_budget = StepBudget(settings.inter_token_goal_s, step_costs, runner.prompt_sizes)
     room = settings.max_batch_tokens - settings.max_running
     pieces = None
@@ -210,8 +209,9 @@ def _capability(device: torch.device) -> tuple[int, int] | None:
 
 
 def _info(
-    config: ModelConfig, settings: EngineSettings, max_context: int, step_costs: StepCosts
+    model: LlamaModel, settings: EngineSettings, max_context: int, step_costs: StepCosts
 ) -> EngineInfo:
+    config = model.config
     packed = stays_packed(settings, _capability(torch.device(settings.device)))
     return EngineInfo(
         config.vocab_size,
@@ -224,6 +224,7 @@ def _info(
         fp8_kv=settings.torch_kv_dtype == FP8_KV,
         tensor_parallel=settings.tensor_parallel,
         dtype=settings.dtype,
+        generates=model.generates,
     )
 
 

@@ -1,15 +1,14 @@
 """CUDA graphs of steps: a few launches for a forward pass instead of some hundreds.
 
-Graphs are captured at start. A step runs no Python code of the model's layers, except attention if
-the step is large: `CudaGraphs.forward` copies the batch to the static tensors and replays the
-recorded graphs.
+A step runs no Python code of the model's layers, except attention if the step is large:
+`CudaGraphs.forward` copies the batch to the static tensors and replays the recorded graphs.
 
 Without graphs the host needs 10 ms to launch a pass of 32 layers, with adapters about 40 ms. Passes
 are captured for a ladder of sizes: tokens × segments of adapters. A mixture of experts has each
-pass twice, for adapters that change experts and for others. Steps with vectors of adapters (DoRA)
-and steps with compositions are captured for two numbers of segments, steps with both for one. A
-step uses the smallest pass that is large enough; the rest of the static
-tensors is padding, which writes no key and uses no adapter.
+pass twice, for adapters that change experts and for others. All these passes are captured at start.
+A pass for adapters with vectors (DoRA) or for compositions, which most replicas never compute, is
+captured when the first step needs it. A step uses the smallest pass that is large enough; the rest
+of the static tensors is padding, which writes no key and uses no adapter.
 
 The graphs do not depend on the adapters of a step: each replay computes the list of tiles
 (kernels/lora/tiles.py) from the static segments. The upper bound of the ranks is fixed at the
@@ -104,7 +103,8 @@ class _Adapters(NamedTuple):
 
 
 _Ladder = dict[int, dict[_Adapters, _Pass]]
-"""Captured passes by the largest number of tokens that they compute, then by adapters; both ascend.
+"""Captured passes by the largest number of tokens that they compute, which ascends, then by
+adapters.
 """
 
 
@@ -121,7 +121,7 @@ class CudaGraphs:
         limits: StepLimits,
         states: RecurrentStates | None = None,
     ) -> None:
-        """Capture all graphs, which takes some seconds.
+        """Capture the graphs of steps without vectors and compositions, which takes some seconds.
 
         attention: makes the back ends that graphs of small steps contain; in larger steps, it is
             launched between graphs.
@@ -147,8 +147,23 @@ class CudaGraphs:
             self._state_rows = StateBuffers(most, limits.sequences, device)
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._whole = self._capture_whole(small, attention)
-        self._piecewise = self._capture_piecewise(large, attention)
+        c = model.shape
+        elements = large[-1] * c.heads * c.widest_head
+        queries, outputs = torch.zeros(2, elements, dtype=model.dtype, device=device)
+        latent = 0 if c.latents is None else c.latents.kv_rank
+        self._buffers = AttentionBuffers(queries, outputs, latent)
+        # While capturing, each token is a sequence of its own, with a page of its own.
+        pages = torch.zeros(groups, max(limits.pages, small[-1]), dtype=torch.int32, device=device)
+        self._attention = attention
+        self._captured_attention = {
+            size: attention.captured(size, pages) for size in reversed(small)
+        }
+        self._whole: _Ladder = {size: {} for size in small}
+        self._piecewise: _Ladder = {size: {} for size in large}
+        for ladder in (self._whole, self._piecewise):
+            for size in reversed(ladder):  # the largest first: the others fit into its memory
+                for held in self._captured_at_start(size, ladder):
+                    ladder[size][held] = self._capture(size, held, ladder)
 
     @property
     def whole_sizes(self) -> tuple[int, ...]:
@@ -173,20 +188,13 @@ class CudaGraphs:
         """
         rows = len(batch.token_ids)
         ladder = self._whole if self._is_small(batch) else self._piecewise
-        segments = batch.segments
-        used = 0 if segments is None else len(segments)
-        on_experts = self._has_experts and segments is not None and segments.changes_experts
-        kind = (False, False) if segments is None else (segments.has_vectors, segments.composed)
-        by_adapters = next(passes for size, passes in ladder.items() if size >= rows)
-        captured = next(
-            captured
-            for held, captured in by_adapters.items()
-            if held.segments >= used
-            and held.on_experts >= on_experts
-            and (held.vectors, held.composed) == kind
-        )
-        self._fill(batch, rows, used)
-        return captured.forward(batch)[:rows]
+        size = next(size for size in ladder if size >= rows)
+        held = self._adapters_of(batch, size, ladder)
+        if held not in ladder[size]:
+            self._pad()
+            ladder[size][held] = self._capture(size, held, ladder)
+        self._fill(batch, rows)
+        return ladder[size][held].forward(batch)[:rows]
 
     def _is_small(self, batch: Batch) -> bool:
         tokens = len(batch.token_ids)
@@ -196,64 +204,58 @@ class CudaGraphs:
             return batch.states.prefills is None
         return _seen_by_prompts(batch) < SEEN_IN_PIECES
 
-    def _fill(self, batch: Batch, rows: int, used: int) -> None:
+    def _fill(self, batch: Batch, rows: int) -> None:
         self._token_ids[:rows].copy_(batch.token_ids)
         self._positions[:rows].copy_(batch.positions)
         self._kv_slots[:, :rows].copy_(batch.kv_slots)
         self._kv_slots[:, rows:].fill_(_NO_KV_SLOT)
         if batch.segments is not None:
-            s = batch.segments
+            s, used = batch.segments, len(batch.segments)
             torch.stack((s.slots, s.starts, s.lengths), out=self._segments[:, :used])
             self._segments[:, used:].zero_()
         if batch.states is not None:
             assert self._state_rows is not None, "a batch with states of a model without them"
             self._state_rows.fill(batch.states)
 
-    def _capture_whole(self, sizes: tuple[int, ...], attention: CapturableAttention) -> _Ladder:
-        # While capturing, each token is a sequence of its own, with a page of its own.
-        most = max(self._limits.pages, sizes[-1])
-        pages = self._kv_slots.new_zeros(len(self._kv_slots), most, dtype=torch.int32)
-        ladder: _Ladder = {}
-        for size in reversed(sizes):  # the largest first: the others fit into its memory
-            captured = attention.captured(size, pages)
-            ladder[size] = {
-                held: self._record(self._static_batch(size, held, whole=True), captured)
-                for held in self._adapters(*_segment_counts(min(self._limits.adapters, size)))
-            }
-        return dict(reversed(ladder.items()))
+    def _pad(self) -> None:
+        """Fill the static tensors with padding, so that a capture changes no key and no state."""
+        self._kv_slots.fill_(_NO_KV_SLOT)
+        self._segments.zero_()
+        if self._state_rows is not None:
+            self._state_rows.pad()
 
-    def _capture_piecewise(self, sizes: tuple[int, ...], attention: AttentionBackend) -> _Ladder:
-        model, c = self._model, self._model.shape
-        elements = sizes[-1] * c.heads * c.widest_head
-        both = torch.zeros(2, elements, dtype=model.dtype, device=model.device)
-        queries, outputs = both
-        latent = 0 if c.latents is None else c.latents.kv_rank
-        buffers = AttentionBuffers(queries, outputs, latent)
-        ladder: _Ladder = {}
-        for size in reversed(sizes):
-            most = min(self._limits.adapters, size)
-            ladder[size] = {
-                held: self._record_piecewise(
-                    self._static_batch(size, held, whole=False), attention, buffers
-                )
-                for held in self._adapters(0, min(_FEW_SEGMENTS, most), most)
-            }
-        return dict(reversed(ladder.items()))
+    def _counts(self, size: int, ladder: _Ladder) -> tuple[int, ...]:
+        """Return the numbers of adapter segments that passes of this size have, ascending."""
+        most = min(self._limits.adapters, size)
+        return (
+            _segment_counts(most) if ladder is self._whole else (0, min(_FEW_SEGMENTS, most), most)
+        )
 
-    def _adapters(self, *counts: int) -> list[_Adapters]:
-        """Return the combinations to capture: each segment count, with and without changed experts;
-        with vectors or with compositions, which few steps have, one small count and the largest;
-        and with both, the largest.
-
-        counts: numbers of adapter segments, ascending.
-        """
+    def _captured_at_start(self, size: int, ladder: _Ladder) -> list[_Adapters]:
+        """Return the kinds of batches without vectors and compositions."""
         kinds = (False, True) if self._has_experts else (False,)
-        found = [(n, on_experts and n > 0, False, False) for n in counts for on_experts in kinds]
-        most = counts[-1]
-        for n in (next((n for n in counts if n >= _FEW_SEGMENTS), most), most):
-            found += [(n, self._has_experts, True, False), (n, self._has_experts, False, True)]
-        found.append((most, self._has_experts, True, True))
-        return sorted({_Adapters(*each) for each in found})
+        counts = self._counts(size, ladder)
+        found = {(n, on_experts and n > 0, False, False) for n in counts for on_experts in kinds}
+        return sorted(_Adapters(*each) for each in found)
+
+    def _adapters_of(self, batch: Batch, size: int, ladder: _Ladder) -> _Adapters:
+        """Return the smallest kind that this batch belongs to."""
+        segments = batch.segments
+        if segments is None:
+            return _Adapters(0, False, False, False)
+        return _Adapters(
+            next(n for n in self._counts(size, ladder) if n >= len(segments)),
+            self._has_experts and segments.changes_experts,
+            segments.has_vectors,
+            segments.composed,
+        )
+
+    def _capture(self, size: int, held: _Adapters, ladder: _Ladder) -> _Pass:
+        whole = ladder is self._whole
+        blank = self._static_batch(size, held, whole=whole)
+        if whole:
+            return self._record(blank, self._captured_attention[size])
+        return self._record_piecewise(blank, self._attention, self._buffers)
 
     def _static_batch(self, size: int, held: _Adapters, *, whole: bool) -> Batch:
         """Return a batch over the static tensors, for capturing a pass.
@@ -296,11 +298,12 @@ class CudaGraphs:
         self._run(batch, attention)  # compiles and allocates: forbidden during capture
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        # thread_local: loading threads may use the device meanwhile
-        with torch.cuda.graph(
-            graph, self._pool, stream=self._stream, capture_error_mode="thread_local"
-        ):
+        # not torch.cuda.graph, which would give back the memory that steps use again
+        with torch.cuda.stream(self._stream):
+            # thread_local: loading threads may use the device meanwhile
+            graph.capture_begin(self._pool, capture_error_mode="thread_local")
             hidden = self._run(batch, attention)
+            graph.capture_end()
         return _WholeGraph(graph, hidden, attention)
 
     def _record_piecewise(
@@ -314,7 +317,7 @@ class CudaGraphs:
         )
 
     def _run(self, batch: Batch, attention: AttentionBackend) -> torch.Tensor:
-        """Run the model's Python code; only at start, to compile kernels and to record graphs."""
+        """Run the model's Python code, to compile kernels and to record graphs."""
         return self._model.forward(batch, self._kv, self._weights, attention, self._states)
 
 

@@ -58,6 +58,11 @@ class StateBuffers:
         )
         return StateRows(decodes, prefills, self._none_fresh, ())
 
+    def pad(self) -> None:
+        """Fill the tensors with padding."""
+        for tensor in (self._slots, self._tokens, *self._prefills):
+            tensor.fill_(_PADDING)
+
     @staticmethod
     def fit(rows: StateRows) -> bool:
         """Whether the static tensors have room for the step's sequences of several tokens."""

@@ -310,12 +310,18 @@ def compute(
     divided = divide_by_adapter(chunks)
     step_input = build_step_input(divided, settings.page_size, runner.kv_windows)
     scores = PromptScores(divided, plan.scored, settings.max_running) if plan.scored else None
-    pooled = PooledPrompts(divided, runner.weights) if any(map(pools, divided)) else None
+    pooled = _pooled(divided, runner)
     batch = step_input.upload(torch.device(settings.device), sampled)
     runner.share(step_input, sampled, scores)
     logits = runner.forward(batch, _Readers.of(scores, pooled))
     launch = StepLaunch(launched_s, len(chunks), len(batch.segments or ()), expected)
     return ForwardPass(chunks, logits, launch, scores, pooled)
+
+
+def _pooled(chunks: list[Chunk], runner: ModelRunner) -> PooledPrompts | None:
+    if not any(map(pools, chunks)):
+        return None
+    return PooledPrompts(chunks, runner.weights, runner.model.score)
 
 
 @torch.inference_mode()

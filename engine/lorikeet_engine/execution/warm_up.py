@@ -90,7 +90,14 @@ def run_every_kind_of_step(runner: ModelRunner, sampler: Sampler, settings: Engi
     for rows in (FEW_TOKENS + 1, PREFILL_TOKENS + 1):  # larger numbers of lm_head's rows
         if rows <= settings.max_running:
             for rank, composed in product(ranks, (False, True)):
-                _run(runner, sampler, settings, [1] * rows, 1, rank, composed=composed)
+                _run(
+                    runner,
+                    sampler,
+                    settings,
+                    *([1] * rows, 1, rank),
+                    graphs=not composed,
+                    composed=composed,
+                )
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,6 +31,7 @@ from lorikeet_engine.models.stored_tensors import (
     PART_DTYPES,
     StoredTensor,
     find_tensors,
+    has_head,
     instead_of,
 )
 from lorikeet_engine.models.weight_formats import weight_format
@@ -53,6 +54,7 @@ class Checkpoint:
     packs_linears: whether read_fused keeps linears of 4 bits packed.
     packs_experts: whether read_mxfp4 reads experts, which otherwise are floats.
     nbytes: bytes on the device of the tensors read so far.
+    has_head: whether the files have lm_head, or embeddings that take its place.
     """
 
     def __init__(
@@ -98,6 +100,7 @@ class Checkpoint:
         self.nbytes = 0
         self.rounding = rounding
         self._stored = find_tensors(folder)
+        self.has_head = has_head(self._stored)
         self._weight_format = weight_format(quantized, self._stored) if quantized else None
         self.packs_linears = packed and isinstance(self._weight_format, PackedFormat)
         self.packs_experts = packed and isinstance(self._weight_format, Mxfp4)

@@ -14,6 +14,7 @@ from lorikeet_engine.adapter_format import (
     QkNormKind,
     Quantization,
     QuantizedLinears,
+    base_head,
     quantized_linears,
     read_config,
     read_json,
@@ -47,6 +48,7 @@ class ModelConfig:
     gelu: whether MLPs are gated by GELU instead of SiLU.
     squared_relu: whether MLPs have no gate, and squared ReLU instead of SiLU.
     norms_plus_one: see Family.
+    labels: number of labels of the model's own head for classification; 0 without one.
     embedding_multiplier: factor of embeddings, rounded to the model's dtype.
     residual_multiplier: factor of the outputs that layers add to hidden states.
     logits_scaling: divisor of logits.
@@ -85,6 +87,7 @@ class ModelConfig:
     norms_plus_one: bool
     qk_norm: QkNormKind
     tied_embeddings: bool
+    labels: int
     embedding_multiplier: float
     residual_multiplier: float
     logits_scaling: float
@@ -162,6 +165,7 @@ class ModelConfig:
             norms_plus_one=family.norms_plus_one,
             qk_norm=family.qk_norm,
             tied_embeddings=shape.tied,
+            labels=0 if (head := base_head(raw)) is None else len(head.labels),
             embedding_multiplier=math.sqrt(shape.hidden)
             if family.scaled_embeddings
             else _multiplier(raw, family, "embedding_multiplier"),

@@ -64,6 +64,7 @@ from lorikeet_engine.models.norms import (
 )
 from lorikeet_engine.models.rope_config import RopeConfig
 from lorikeet_engine.models.rotary import RotaryEmbeddings, Turns
+from lorikeet_engine.models.score_head import ScoreHead
 from lorikeet_engine.models.states import RecurrentStates
 from lorikeet_engine.models.stored_tensors import check_tied_head
 from lorikeet_engine.parallel.rank_group import RankGroup
@@ -95,6 +96,8 @@ class LlamaModel:
 
     config: config of the whole model.
     shape: shape of the part of the layers that this process computes.
+    generates: whether the model has lm_head, or embeddings that take its place.
+    score: the model's own classification or reward head; None without one.
     """
 
     def __init__(
@@ -122,9 +125,11 @@ class LlamaModel:
         scalar = read_layer_scalar(config, checkpoint, shape.layers - 1)
         self._norm = RmsNorm(config, checkpoint, "model.norm", scalar)
         cut = Cut(size, checkpoint.shard.vocabulary(config.vocab_size), range(shape.hidden))
+        self.generates = checkpoint.has_head
+        # A model without lm_head only pools. Its logits, which nobody reads, are the embeddings'.
         self._head = (
             cut.of(self._embeddings)
-            if config.tied_embeddings
+            if config.tied_embeddings or not self.generates
             else checkpoint.read_parts(["lm_head.weight"], [cut])
         )
         outer = (HEAD, HEAD_ROWS, EMBEDDINGS, EMBEDDING_ROWS)
@@ -132,6 +137,7 @@ class LlamaModel:
         self._head_group, self._head_rows, self._embeddings_groups = head, rows, embeddings
         # rounded to the dtype, as transformers does for Gemma
         self._multiplier = torch.tensor(config.embedding_multiplier, dtype=self.dtype).item()
+        self.score = ScoreHead.read(checkpoint, config.labels, size[1])
         self._rotary = RotaryEmbeddings(config.ropes, config.max_context, self.device)
         self._layer_inputs = LayerInputs(config, checkpoint) if shape.layer_input else None
 

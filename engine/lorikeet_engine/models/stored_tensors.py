@@ -36,6 +36,8 @@ _DECODER = re.compile(
     r"|per_layer_model_projection|per_layer_projection_norm)\..+)"
 )
 _HEAD = re.compile(r"(?:language_model\.)?(lm_head\..+)")
+# As AutoModel saves a decoder alone, for embeddings.
+_BARE = "embed_tokens.weight"
 # Mixtral's checkpoints have their own names for the linears of other mixtures of experts.
 _MIXTRAL = re.compile(r"\.block_sparse_moe\.(gate|experts\.\d+)(?:\.(w[123]))?\.")
 # Granite 4's checkpoints have names of their own, too.
@@ -80,12 +82,23 @@ def find_tensors(folder: Path) -> dict[str, StoredTensor]:
     """Find the tensors of the decoder in a checkpoint folder, by name.
 
     The decoder tensors of a vision-language model get the names that they have in a checkpoint of a
-    decoder alone. Raises ModelError, whose `field` is the file or the key of config.json at fault.
+    decoder alone, and so do those of a checkpoint that AutoModel saved, without "model.".
+    Raises ModelError, whose `field` is the file or the key of config.json at fault.
     """
     stored, config = _stored_tensors(folder), folder / "config.json"
     if not config.exists() or not is_vision_language(read_json(config)):
-        return stored
+        return _with_prefix(stored) if _BARE in stored else stored
     return _decoder_tensors(stored)
+
+
+def has_head(stored: Mapping[str, StoredTensor]) -> bool:
+    """Whether a checkpoint has lm_head, or embeddings that take its place.
+
+    stored: the decoder's tensors by name. Models for embeddings, which AutoModel saved, and those
+        for sequence classification have none.
+    """
+    embeddings = stored.get(f"model.{_BARE}")
+    return "score.weight" not in stored and (embeddings is None or embeddings.name != _BARE)
 
 
 def check_tied_head(folder: Path) -> None:
@@ -130,6 +143,10 @@ def _stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     for file in sorted(set(file_of.values())):
         found |= _tensors_of(folder / file)
     return {name: found[name] for name in map(_renamed, file_of) if name in found}
+
+
+def _with_prefix(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    return {f"model.{name}": tensor for name, tensor in stored.items()}
 
 
 def _are_equal(one: StoredTensor, other: StoredTensor) -> bool:

@@ -140,8 +140,8 @@ class SequencePages:
         host has read.
     announced: number of first pages that other sequences wait for, because this sequence is about
         to write them.
-    score_from: first prompt token whose following token is still to be scored, so that its logits
-        are needed; None if only the last prompt token's logits are needed.
+    score_from: first prompt token whose logits or hidden state are still needed: to score the token
+        after it, or for a mean of hidden states; None if only the last prompt token's are needed.
     background: whether foreground sequences wait for no page that this sequence is about to write.
     awaited: key of a page that another sequence was about to write at the last check.
     state: slot of the sequence's state; None for a sequence without pages, and for a model without

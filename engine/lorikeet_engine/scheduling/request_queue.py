@@ -79,6 +79,12 @@ class InputProcessor:
         return PageKeys(prompt, self._page_size, salt, adapter.digest, active_from)
 
     def _check(self, request: Request) -> None:
+        if request.pools is None and not self._info.generates:
+            raise InvalidRequest(
+                "the base model has no lm_head and generates nothing: ask /v1/embeddings, or serve "
+                "a checkpoint that AutoModelForCausalLM saved",
+                param="model",
+            )
         context = self._info.max_context
         for prompt in request.prompts:
             if len(prompt) >= context:

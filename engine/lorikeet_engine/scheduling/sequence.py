@@ -10,7 +10,9 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import NamedTuple, Protocol
 
-from lorikeet_engine.adapter import Residency
+import numpy as np
+
+from lorikeet_engine.adapter import Pooling, Residency
 from lorikeet_engine.request import (
     DraftCounts,
     DraftSource,
@@ -215,6 +217,8 @@ class Sequence:
         prompt does not have the invocation tokens of the request's activated LoRA.
     active_from: position of the first token that the adapter changes; 0 without an adapter.
     lease: lease of the adapter; None if the sequence holds none.
+    pooled: sum of the hidden states that the host has read, [hidden] float64, for a mean; None
+        before the first.
     penalty_slot: device counters of the sequence's tokens while it runs; None if no penalty or bias
         changes the logits.
     copy_s: seconds that the adapter's copy to the GPU takes; 0 if the adapter was requested before.
@@ -270,6 +274,9 @@ class Sequence:
         scored = made is None and choice % request.n == 0
         if sampling.prompt_logprobs is not None and scored and self.prompt_length > 1:
             self.kv.score_from = 0
+        if request.pools is Pooling.MEAN:
+            self.kv.score_from = 0
+        self.pooled: np.ndarray | None = None
         self.lease: AdapterLease | None = None
         self.penalty_slot: PenaltySlot | None = None
         self.copy_s = 0.0
@@ -333,7 +340,9 @@ class Sequence:
     def to_score(self) -> int:
         """Number of prompt tokens whose logits are still needed to score the token after them."""
         start = self.kv.score_from
-        return 0 if start is None else self.prompt_length - 1 - start
+        if start is None or self.request.pools is not None:
+            return 0
+        return self.prompt_length - 1 - start
 
     def score(self, chunk: "Chunk") -> "ScoredRows":
         """Record that a step computes this chunk; return the prompt tokens of the chunk from whose

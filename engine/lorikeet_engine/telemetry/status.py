@@ -20,6 +20,7 @@ class EngineInfo:
     fp8_kv: whether the KV cache is FP8 instead of the base model's dtype.
     tensor_parallel: number of GPUs, or processes on a CPU, among which the base model is divided.
     dtype: data type of activations, such as bfloat16.
+    generates: whether the base model has lm_head; without it, it only pools prompts.
     """
 
     vocab_size: int
@@ -30,6 +31,7 @@ class EngineInfo:
     fp8_kv: bool = False
     tensor_parallel: int = 1
     dtype: str = "float32"
+    generates: bool = True
 
 
 @dataclass(frozen=True, slots=True)

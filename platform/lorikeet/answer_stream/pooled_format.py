@@ -1,37 +1,44 @@
-"""JSON bodies of answers to requests that pool prompts, in vLLM's shapes."""
+"""JSON bodies of answers to requests that pool prompts, in the shapes of vLLM and, for embeddings,
+of OpenAI.
+"""
 
 import math
-import sys
 from array import array
 from base64 import b64encode
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from lorikeet.answer_stream.compact_json import dump
 from lorikeet.answer_stream.openai_format import adapter_member
 from lorikeet.protocol.messages import Call, Endpoint, FinalUsage
-from lorikeet_engine.adapter import AdapterRef, Head, Problem
+from lorikeet_engine.adapter import Embedder, Head, Problem
 
-_IDS = {Endpoint.CLASSIFY: "classify", Endpoint.SCORE: "score", Endpoint.POOLING: "pool"}
+_IDS = {
+    Endpoint.CLASSIFY: "classify",
+    Endpoint.SCORE: "score",
+    Endpoint.POOLING: "pool",
+    Endpoint.EMBEDDINGS: "embd",
+}
+
+_LEAST_NORM = 1e-12  # of torch.nn.functional.normalize
 
 
 def pooled_body(call: Call, pooled: Sequence["array[float]"], usage: FinalUsage) -> bytes:
     """Return the JSON body of the answer to a call that pools its prompts.
 
-    pooled: the head's values for each prompt, one for each label.
+    pooled: values of each prompt: one for each label of the head, or pooled hidden states.
     """
-    assert isinstance(call.adapter, AdapterRef), "a head without an adapter"
-    head = call.adapter.head
-    assert head is not None, "an adapter without a head"
     opening = {
         "id": f"{_IDS[call.endpoint]}-{call.request_id}",
         "object": "list",
         "created": call.created,
         "model": call.model,
-        "data": [_item(call, head, index, each) for index, each in enumerate(pooled)],
+        "data": [_item(call, index, each) for index, each in enumerate(pooled)],
         "usage": {
             "prompt_tokens": usage.prompt_tokens,
-            "completion_tokens": 0,
+            **({} if call.embedder else {"completion_tokens": 0}),
             "total_tokens": usage.prompt_tokens,
             "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
         },
@@ -56,12 +63,33 @@ def probabilities(head: Head, scores: Sequence[float]) -> list[float]:
     return [power / total for power in powers]
 
 
-def _item(call: Call, head: Head, index: int, scores: "array[float]") -> dict[str, Any]:
+def embedding(
+    embedder: Embedder, values: "array[float]", dimensions: int | None, *, raw: bool
+) -> "np.ndarray[Any, np.dtype[np.float32]]":
+    """Return the embedding of a prompt, in float32.
+
+    values: the prompt's pooled hidden states.
+    dimensions: number of first values to keep, before they are normalised; None: all.
+    raw: do not normalise.
+    """
+    vector = np.frombuffer(values, np.float32)[:dimensions].astype(np.float64)
+    if embedder.normalizes and not raw:
+        vector /= max(float(np.linalg.norm(vector)), _LEAST_NORM)
+    return vector.astype(np.float32)
+
+
+def _item(call: Call, index: int, scores: "array[float]") -> dict[str, Any]:
+    if call.embedder is not None:
+        vector = embedding(call.embedder, scores, call.dimensions, raw=call.raw_scores)
+        shown = _base64(vector) if call.base64 else vector.tolist()
+        return {"object": "embedding", "index": index, "embedding": shown}
+    head = call.head
+    assert head is not None, "a pooled prompt without a head"
     values = list(scores) if call.raw_scores else probabilities(head, scores)
     if call.endpoint is Endpoint.SCORE:
         return {"index": index, "object": "score", "score": values[0]}
     if call.endpoint is Endpoint.POOLING:
-        data = _base64(values) if call.base64 else values
+        data = _base64(np.array(values, np.float32)) if call.base64 else values
         return {"index": index, "object": "pooling", "data": data}
     return {
         "index": index,
@@ -76,9 +104,6 @@ def _sigmoid(score: float) -> float:
     return (1.0 if score >= 0 else power) / (1.0 + power)
 
 
-def _base64(values: Sequence[float]) -> str:
-    """Return values as little-endian float32 in base64."""
-    numbers = array("f", values)
-    if sys.byteorder == "big":
-        numbers.byteswap()
-    return b64encode(numbers.tobytes()).decode()
+def _base64(values: "np.ndarray[Any, np.dtype[np.float32]]") -> str:
+    """Return little-endian float32 in base64."""
+    return b64encode(values.astype("<f4").tobytes()).decode()

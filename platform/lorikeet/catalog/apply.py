@@ -295,6 +295,7 @@ def _version(change: VersionRegistered, time: float) -> VersionRecord:
         invocation_tokens=change.invocation_tokens,
         parity=change.parity,
         head=change.head,
+        embedder=change.embedder,
     )
 
 

@@ -14,14 +14,15 @@ from lorikeet.catalog.records import Scope
 from lorikeet.catalog.rules.limits import KeyOptions, TenantOptions
 from lorikeet.parity.figures import Parity
 from lorikeet.request_defaults import RequestDefaults
-from lorikeet_engine.adapter import Head, Residency, TouchedModules
+from lorikeet_engine.adapter import Embedder, Head, Residency, TouchedModules
 
 SCHEMA = 2
 """Newest format version; increased whenever an older reader could misread new entries.
 
 Schema 2 adds fields that a reader of schema 1 would ignore: invocation tokens, so that an activated
-LoRA would change whole prompts; heads, so that a classification adapter would generate; patterns of
-keys that infer, so that such a key could use all adapters; and budgets in money.
+LoRA would change whole prompts; heads, so that a classification adapter would generate; embedders,
+so that texts would be embedded as the base model embeds them; patterns of keys that infer, so that
+such a key could use all adapters; and budgets in money.
 """
 
 
@@ -122,6 +123,7 @@ class VersionRegistered(AdapterChange):
     invocation_tokens: tuple[int, ...] = ()
     parity: Parity | None = None
     head: Head | None = None
+    embedder: Embedder | None = None
     type: Literal["version_registered"] = "version_registered"
 
 
@@ -284,7 +286,9 @@ def schema_of(changes: Iterable[Change]) -> int:
     restricts, pushes = False, False
     for change in changes:
         match change:
-            case VersionRegistered(invocation_tokens=tokens, head=head) if tokens or head:
+            case VersionRegistered(invocation_tokens=tokens, head=head, embedder=own) if (
+                tokens or head or own
+            ):
                 return SCHEMA
             case TenantOptionsSet(options={"cost_per_month": _}):
                 return SCHEMA

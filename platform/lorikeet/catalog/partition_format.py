@@ -26,7 +26,7 @@ from lorikeet.catalog.records import (
 from lorikeet.catalog.rules.limits import options_of, with_options
 from lorikeet.parity.figures import GapCause, Parity, Verdict
 from lorikeet.request_defaults import RequestDefaults
-from lorikeet_engine.adapter import Head, Problem, Residency, TouchedModules
+from lorikeet_engine.adapter import Embedder, Head, Pooling, Problem, Residency, TouchedModules
 
 PARTITION_SCHEMA = 5
 """Format version; increased whenever an older reader could misread new partitions."""
@@ -34,8 +34,8 @@ READ_SCHEMAS = (2, 3, 4, 5)
 """Format versions that this release reads.
 
 Adapter versions lack `touches` in schema 2, lack trained tokens and `trained_on` in schemas 2 and
-3, and lack invocation tokens, heads and request defaults in schemas 2 to 4, where only publish keys
-have adapters. Releases that know no parity proofs ignore them.
+3, and lack invocation tokens, heads, embedders and request defaults in schemas 2 to 4, where only
+publish keys have adapters. Releases that know no parity proofs ignore them.
 """
 
 Json = Any
@@ -164,6 +164,7 @@ def _version_row(v: VersionRecord) -> Json:
         v.invocation_tokens,
         None if v.parity is None else _parity_row(v.parity),
         None if v.head is None else astuple(v.head),
+        None if v.embedder is None else astuple(v.embedder),
     ]
     while last and last[-1] in (None, ()):
         last.pop()
@@ -224,7 +225,8 @@ def _version(number: int, row: Json, defaults: RequestDefaults | None) -> Versio
         trained_on=trained_on,
         invocation_tokens=invocation,
         parity=_parity(touched[7]) if len(touched) > 7 and touched[7] is not None else None,
-        head=_head(touched[8]) if len(touched) > 8 else None,
+        head=_head(touched[8]) if len(touched) > 8 and touched[8] is not None else None,
+        embedder=_embedder(touched[9]) if len(touched) > 9 else None,
         defaults=defaults,
     )
 
@@ -232,6 +234,12 @@ def _version(number: int, row: Json, defaults: RequestDefaults | None) -> Versio
 def _head(row: Json) -> Head:
     labels, problem, pad_token = row
     return Head(tuple(labels), None if problem is None else Problem(problem), pad_token)
+
+
+def _embedder(row: Json) -> Embedder:
+    pooling, normalizes, dimensions = row
+    cuts = None if dimensions is None else tuple(dimensions)
+    return Embedder(Pooling(pooling), normalizes, cuts)
 
 
 @cache  # versions share the few different sets of linears

@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from lorikeet.catalog.names import is_digest
 from lorikeet.parity.figures import Parity
 from lorikeet.request_defaults import RequestDefaults
-from lorikeet_engine.adapter import AdapterRef, Head, Residency, TouchedModules
+from lorikeet_engine.adapter import AdapterRef, Embedder, Head, Residency, TouchedModules
 
 
 class Scope(Enum):
@@ -148,7 +148,7 @@ class BlobFacts:
     gpu_bytes: size on a GPU, in the service's adapter dtype of that time.
     touches: linears and tokens that the adapter changes; None if an older release registered it.
     trained_on: base model's name in the blob, "" if absent; None if an older release registered it.
-    invocation_tokens, head: see AdapterRef.
+    invocation_tokens, head, embedder: see AdapterRef.
     parity: parity proof with its trainer; None if it came without probes.
     """
 
@@ -162,10 +162,11 @@ class BlobFacts:
     parity: Parity | None = field(default=None, kw_only=True)
     invocation_tokens: tuple[int, ...] = field(default=(), kw_only=True)
     head: Head | None = field(default=None, kw_only=True)
+    embedder: Embedder | None = field(default=None, kw_only=True)
 
     def ref(self, tenant: str, name: str, version: int) -> AdapterRef:
         """Return the reference to this blob as a version of an adapter."""
-        known = self.digest, self.invocation_tokens, self.head
+        known = self.digest, self.invocation_tokens, self.head, self.embedder
         return AdapterRef(tenant, name, version, *known)
 
 

@@ -45,7 +45,10 @@ _INTERNAL = "the service failed, not this request: send it again, or give your a
 _NO_WEBSOCKETS = "there are no WebSockets here: send the request over HTTP, with stream for events"
 _CHAT = ": ask /v1/chat/completions (most clients have a setting for it)"
 _ONE_BY_ONE = ": messages are sent one by one, to /v1/messages"
-_TEXT = ": this service generates text (/v1/chat/completions) and classifies it (/v1/classify)"
+_TEXT = (
+    ": this service generates text (/v1/chat/completions), classifies it (/v1/classify) and embeds "
+    "it (/v1/embeddings)"
+)
 _BELOW = ": ask a path below it, such as /v1/chat/completions or /v1/models"
 _LISTENERS = (
     ": tenants' paths begin with /v1, their page is /ui; "
@@ -59,11 +62,11 @@ _TINKER = (
 _ENDPOINTS = {
     "": _BELOW,
     **dict.fromkeys(("chat", "completions", "models", "responses", "files", "batches"), ""),
-    **dict.fromkeys(("classify", "score", "pooling"), ""),
+    **dict.fromkeys(("classify", "score", "pooling", "embeddings"), ""),
     "conversations": _CHAT,
     "messages": _ONE_BY_ONE,
     **dict.fromkeys(("load_lora_adapter", "unload_lora_adapter"), _LOADS),
-    **dict.fromkeys(("embeddings", "rerank", "moderations", "audio", "images"), _TEXT),
+    **dict.fromkeys(("rerank", "moderations", "audio", "images"), _TEXT),
     **dict.fromkeys(("uploads", "fine_tuning", "assistants", "threads"), _TEXT),
 }
 """Advice in the 404 for endpoints that do not exist but that clients may call, by the first part of
@@ -93,6 +96,7 @@ _PARAMS = {
     Endpoint.CLASSIFY: {"prompt": "input"},
     Endpoint.SCORE: {"prompt": "input"},
     Endpoint.POOLING: {"prompt": "input"},
+    Endpoint.EMBEDDINGS: {"prompt": "input"},
 }
 """Names of request fields at each endpoint, by the names that replicas and engines use in errors
 for the same fields.

@@ -20,9 +20,10 @@ from lorikeet.gateway.apis.chat_request import ChatRequest
 from lorikeet.gateway.apis.completion_request import CompletionRequest
 from lorikeet.gateway.apis.pool_request import (
     ClassifyRequest,
+    EmbeddingsRequest,
     PoolingRequest,
     ScoreRequest,
-    check_head,
+    with_pooling,
 )
 from lorikeet.gateway.apis.responses_request import InputTokensRequest, ResponsesRequest
 from lorikeet.gateway.auth import Caller, RequestAuthenticator
@@ -61,12 +62,18 @@ SCHEMAS: Mapping[str, type[ApiRequest]] = {
     "/v1/classify": ClassifyRequest,
     "/v1/score": ScoreRequest,
     "/v1/pooling": PoolingRequest,
+    "/v1/embeddings": EmbeddingsRequest,
 }
 """Request schema of each path that generates, counts or pools. Every request is converted to a
 Call.
 """
 
-BATCH_ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+BATCH_ENDPOINTS = (
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/responses",
+    "/v1/embeddings",
+)
 """Paths that the lines of batches may ask."""
 
 SESSION_HEADER = "x-session-id"
@@ -233,8 +240,9 @@ class GenerateEndpoint:
         defaults = served.sampling_of(model.defaults)
         body = body.with_sampling_defaults(defaults) if defaults else body
         context = CallContext(request_id, now, caller, scheduling, model, items, stores, defaults)
-        call = body.to_call(context)
-        check_head(call)
+        call = with_pooling(
+            body.to_call(context), served.head, served.embedder, served.shape.hidden
+        )
         trace.set_call(call, base_model, served.quantization, model.trained_on)
         max_context = self._services.engines.max_context(base_model)
         with self._services.uses.using(call.adapter):
@@ -242,7 +250,12 @@ class GenerateEndpoint:
                 base_model, call, max_context, request.receive
             )
         trace.set_prompts(encoded.prompts)
-        price = price_of(self._services.prices, base_model, call.adapter)
+        price = price_of(
+            self._services.prices,
+            base_model,
+            call.adapter,
+            background=call.scheduling.background,
+        )
         # Nor from here until the response enters it again.
         if call.endpoint.counts:
             with trace.answering():

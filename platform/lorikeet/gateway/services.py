@@ -30,18 +30,20 @@ from lorikeet.settings import Settings
 from lorikeet.tenancy.monthly_budget import RecordedUsage
 from lorikeet.tokenizer_vocabulary import TokenizerVocabulary, read_vocabulary
 from lorikeet.usage.ledger import UsageLedger
-from lorikeet_engine.adapter import AdapterRef, Residency
+from lorikeet_engine.adapter import AdapterRef, Embedder, Head, Residency
 from lorikeet_engine.adapter_format import (
     FLOAT32_MEMORY,
     AdapterLimits,
     AdapterMemory,
     BaseCopy,
     BaseShape,
+    base_head,
     quantized_linears,
     read_config,
+    read_embedder,
     served_quantization,
 )
-from lorikeet_engine.errors import ModelError
+from lorikeet_engine.errors import AdapterRejected, ModelError
 
 if TYPE_CHECKING:  # their libraries are imported only where they are switched on
     from lorikeet.gateway.oidc_tokens import OidcTokens
@@ -159,6 +161,8 @@ class ServedModel:
     vocabulary: vocabulary of the tokenizer in its folder; None if unknown.
     sampling_defaults: values of sampling fields that a request leaves out, by field; fields without
         a value here have the API's defaults.
+    head: its own classification or reward head; None without one.
+    embedder: way in which it embeds texts.
     """
 
     shape: BaseShape
@@ -167,6 +171,8 @@ class ServedModel:
     chat_template: str | None = None
     vocabulary: TokenizerVocabulary | None = None
     sampling_defaults: Mapping[str, int | float] = field(default_factory=dict)
+    head: Head | None = None
+    embedder: Embedder = field(default_factory=Embedder)
 
     def sampling_of(self, own: RequestDefaults | None) -> Mapping[str, int | float]:
         """Return the values of sampling fields that a request leaves out, by field: an adapter's,
@@ -266,7 +272,8 @@ def _read(folder: Path, weight_dtype: str, generation_config: str) -> ServedMode
     try:
         config = read_config(folder)
         shape, stored = BaseShape.from_config(config), quantized_linears(config)
-    except ModelError as error:
+        head, embedder = base_head(config), read_embedder(folder) or Embedder()
+    except (ModelError, AdapterRejected) as error:
         raise InvalidSetting(
             f"LORIKEET_BASE_MODELS: {folder} is no Hugging Face model folder that can be served: "
             f"{error}"
@@ -278,4 +285,6 @@ def _read(folder: Path, weight_dtype: str, generation_config: str) -> ServedMode
         template_digest(folder),
         read_vocabulary(folder),
         read_sampling_defaults(folder) if generation_config == "auto" else {},
+        head,
+        embedder,
     )

@@ -13,7 +13,7 @@ from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 from lorikeet.protocol.status_update import StatusUpdate
 from lorikeet.request_defaults import RequestDefaults
-from lorikeet_engine.adapter import Adapter, AdapterRef, Residency
+from lorikeet_engine.adapter import Adapter, AdapterRef, Embedder, Head, Residency
 from lorikeet_engine.errors import LoadFault
 from lorikeet_engine.request import EngineTimings, SamplingParams, SchedulingParams
 
@@ -27,7 +27,8 @@ class Endpoint(Enum):
     """Called endpoint, which decides the shape of the answer.
 
     COUNT_TOKENS and INPUT_TOKENS use no replica: the answer is the number of the prompt's tokens.
-    CLASSIFY, SCORE and POOLING answer with the values of an adapter's head for each prompt.
+    CLASSIFY, SCORE and POOLING answer with the values of a head for each prompt, EMBEDDINGS with a
+    vector for each prompt.
     """
 
     CHAT = "chat.completions"
@@ -39,6 +40,7 @@ class Endpoint(Enum):
     CLASSIFY = "classify"
     SCORE = "score"
     POOLING = "pooling"
+    EMBEDDINGS = "embeddings"
 
     @property
     def counts(self) -> bool:
@@ -48,12 +50,15 @@ class Endpoint(Enum):
     @property
     def pools(self) -> bool:
         """Whether prompts are pooled and no answer is generated."""
-        return self in (Endpoint.CLASSIFY, Endpoint.SCORE, Endpoint.POOLING)
+        return self in _POOLING
 
     @property
     def writes_messages(self) -> bool:
         """Whether answers are messages of an assistant, and not mere texts or numbers."""
         return self is not Endpoint.COMPLETIONS and not self.pools
+
+
+_POOLING = (Endpoint.CLASSIFY, Endpoint.SCORE, Endpoint.POOLING, Endpoint.EMBEDDINGS)
 
 
 class Thinking(Enum):
@@ -192,7 +197,11 @@ class Call:
     max_context: limit on the tokens of prompt and answer together, beside the model's own limit.
     defaults: the adapter's own request defaults, for the prompt; None: the base model's.
     own_stop: the adapter's own strings that end a choice as its end-of-sequence tokens do.
-    raw_scores: where prompts are pooled, the answer has the head's own values, not probabilities.
+    head: head of the adapter, or else of the base model; None without one.
+    embedder: way in which prompts are embedded; None if they are not.
+    dimensions: number of first values to which embeddings are cut; None for all.
+    raw_scores: where prompts are pooled, the answer has the head's own values, not probabilities,
+        and embeddings keep their lengths.
     base64: numbers in the answer are float32 in base64.
     """
 
@@ -232,6 +241,9 @@ class Call:
     max_context: int | None = None
     defaults: RequestDefaults | None = None
     own_stop: tuple[str, ...] = ()
+    head: Head | None = None
+    embedder: Embedder | None = None
+    dimensions: int | None = None
     raw_scores: bool = False
     base64: bool = False
 

@@ -26,6 +26,7 @@ from lorikeet.replica.grammars.schema_faults import (
 )
 from lorikeet.text.prompts import PromptEncoder
 from lorikeet.text.tenant_threads import TenantThreads
+from lorikeet_engine.adapter import Pooling
 from lorikeet_engine.request import Request
 
 T = TypeVar("T")
@@ -203,10 +204,17 @@ def prepare_call(encoded: EncodedCall, encoder: PromptEncoder, max_context: int)
         call.adapter,
         salt=call.tenant,
         scheduling=call.scheduling,
-        pools=call.endpoint.pools,
+        pools=_pooling(call),
     )
     prepared = PreparedCall(request, encoded.thinking, None, echoes, encoded.ignored)
     return with_grammar(prepared, call, encoder)
+
+
+def _pooling(call: Call) -> Pooling | None:
+    """Return the way in which a call's prompts are pooled; None if they are not."""
+    if call.embedder is not None:
+        return call.embedder.pooling
+    return Pooling.LAST if call.endpoint.pools else None
 
 
 def with_grammar(prepared: PreparedCall, call: Call, encoder: PromptEncoder) -> PreparedCall:

@@ -10,7 +10,6 @@ from lorikeet.answer_stream.reasoning import ThinkTags
 from lorikeet.errors import ContextLengthExceeded, InvalidInput
 from lorikeet.protocol.messages import Call, EncodedCall, Thinking, TokenIds
 from lorikeet.text.prompts import PromptEncoder
-from lorikeet_engine.adapter import AdapterRef
 
 _SHORT_CHARACTERS = 1024
 """Limit on the characters of a call that is encoded in a fraction of a millisecond."""
@@ -28,7 +27,7 @@ def encode_call(call: Call, encoder: PromptEncoder, max_context: int) -> Encoded
     Raises InvalidInput if the prompts cannot be encoded, or leave no room for an answer.
     """
     prompts = encoder.encode(call, max_context)
-    if call.endpoint.pools:
+    if call.head is not None:
         prompts = tuple(_without_padding(ids, _pad_token(call, encoder)) for ids in prompts)
     if not call.endpoint.counts:
         check_context(call, prompts, max_context)
@@ -108,8 +107,7 @@ def echoed_texts(call: Call, tokenizer: Tokenizer) -> tuple[str, ...]:
 
 def _pad_token(call: Call, encoder: PromptEncoder) -> int | None:
     """Return the padding token with which a call's head was trained; None if unknown."""
-    head = call.adapter.head if isinstance(call.adapter, AdapterRef) else None
-    known = None if head is None else head.pad_token
+    known = None if call.head is None else call.head.pad_token
     return encoder.pad_token if known is None else known
 
 

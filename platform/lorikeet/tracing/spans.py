@@ -52,6 +52,7 @@ _OPERATIONS = {
     "/v1/classify": "classify",
     "/v1/score": "score",
     "/v1/pooling": "pooling",
+    "/v1/embeddings": "embeddings",
 }
 _IDS = RandomIdGenerator()
 _RANDOM_BITS = 56

@@ -416,34 +416,49 @@ def test_adapters_that_leave_experts_alone_have_graphs_of_their_own(tmp_path, mo
         engine.close()
 
 
-def test_dora_and_compositions_have_graphs_of_their_own(tmp_path, monkeypatch):
+def test_the_first_step_with_dora_or_compositions_captures_its_graph(tmp_path, monkeypatch):
+    """A capture changes no key: else the answer that is under way meanwhile would differ."""
     shape = BaseShape.from_config(CONFIG)
     plain = RandomBlobs(tmp_path / "plain", shape, 2, rank=8)
     scaled = RandomBlobs(tmp_path / "dora", shape, 1, 8, dora=True)
     engine = build(CONFIG, Either(plain, scaled), "cpu", "auto", tmp_path, monkeypatch)
     answers, (lora, other), (dora,) = Answers(engine), plain.refs, scaled.refs
     both = Composition((lora, other), (1.5, -0.5))
+    runner, graphs = engine._runner, engine._runner._graphs
+    rounds = [
+        ([lora], set()),
+        ([lora, None, dora], {(True, False)}),
+        ([lora, both, None], {(False, True)}),
+        ([dora, both], {(True, True)}),
+        ([lora, None, dora], set()),
+    ]
     try:
+        runner._graphs = None
         for adapter in (both, dora):
             answers.submit(greedy(adapter.digest, [1], adapter=adapter, max_tokens=1))
         answers.all()
-        used = spied(engine._runner._graphs._whole)
-        engine._runner = twice = Twice(engine._runner)
-        for adapters, held in (
-            ([lora], (2, False, False, False)),
-            ([lora, None, dora], (8, False, True, False)),
-            ([lora, both, None], (8, False, False, True)),
-            ([dora, both], (8, False, True, True)),
-        ):
+        answers.submit(greedy("undisturbed", [2, 7], adapter=lora, max_tokens=40))
+        answers.all()
+        runner._graphs, captured = graphs, captured_passes(graphs._whole)
+        assert not any(held.vectors or held.composed for _, held in captured)
+        engine._runner = Twice(runner)
+        answers.submit(greedy("meanwhile", [2, 7], adapter=lora, max_tokens=40, salt="another"))
+        for turn, (adapters, kinds) in enumerate(rounds):
             for i, adapter in enumerate(adapters):
-                name = f"{i} of {held}"
-                answers.submit(greedy(name, [3, 1, 4 + i], adapter=adapter, max_tokens=3))
-            answers.all()
-            assert {adapters for _, adapters in used} == {held}
-            used.clear()
-        assert len(twice.compared) == 4 * 3
+                answers.submit(greedy(f"{i} of {turn}", [3, 1], adapter=adapter, max_tokens=3))
+            while len(answers.pending) > 1:
+                answers.step()
+            new = captured_passes(graphs._whole) - captured
+            assert {(held.vectors, held.composed) for _, held in new} == kinds
+            captured |= new
+        answers.all()
+        assert answers.of("meanwhile") == answers.of("undisturbed")
     finally:
         engine.close()
+
+
+def captured_passes(ladder):
+    return {(size, held) for size, by_adapters in ladder.items() for held in by_adapters}
 
 
 class Spied:

@@ -109,9 +109,12 @@ def show_touched(version: dict[str, Any]) -> str:
 
 
 def show_kind(version: dict[str, Any]) -> Iterator[str]:
-    """Describe a version that is more than a plain LoRA: the labels of its head, or its invocation
-    tokens.
+    """Describe a version that is more than a plain LoRA: its own pooling, the labels of its head,
+    or its invocation tokens.
     """
+    if (embedder := version["embedder"]) is not None:
+        scaled = ", normalised" if embedder["normalizes"] else ""
+        yield f"embeds texts by pooling {embedder['pooling']}{scaled}"
     if (head := version["head"]) is not None:
         labels = head["labels"]
         more = ", …" if len(labels) > _SHOWN_LABELS else ""

@@ -76,6 +76,7 @@ def validate_blob(
         trained_on=spec.base_model,
         invocation_tokens=spec.invocation_tokens,
         head=None if spec.head is None else spec.head.head,
+        embedder=spec.embedder,
     )
 
 

@@ -57,6 +57,7 @@ def version_json(adapter: AdapterRecord, version: VersionRecord) -> Json:
         "trained_on": version.trained_on,
         "invocation_tokens": list(version.invocation_tokens),
         "head": None if version.head is None else asdict(version.head),
+        "embedder": None if version.embedder is None else asdict(version.embedder),
         "parity": parity_json(version.parity),
         "created": version.created,
         "retired": version.retired,

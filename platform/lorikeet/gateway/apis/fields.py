@@ -11,6 +11,8 @@ from lorikeet_engine.request import MAX_REPETITION_PENALTY, MIN_REPETITION_PENAL
 
 INT32 = 2**31 - 1
 MAX_CHOICES = 128
+MAX_TEXTS = 2048
+"""Largest number of texts that one request embeds, as at OpenAI."""
 MAX_STOPS = 16
 MAX_STOP_LENGTH = 256
 MAX_BIASES = 1024
@@ -41,14 +43,16 @@ def _parse_stop(value: object) -> tuple[str, ...]:
     return tuple(stops)
 
 
-def _parse_prompts(value: object) -> tuple[Prompt, ...]:
+def _parse_prompts(
+    value: object, most: int = MAX_CHOICES, of_each: str = " times n"
+) -> tuple[Prompt, ...]:
     if isinstance(value, str):
         return (value,)
     if isinstance(value, list) and value:
         if _are_token_ids(value):
             return (tuple(value),)
-        if len(value) > MAX_CHOICES:
-            raise ValueError(f"want token ids, or at most {MAX_CHOICES} prompts times n")
+        if len(value) > most:
+            raise ValueError(f"want token ids, or at most {most} prompts{of_each}")
         if all(isinstance(prompt, str) for prompt in value):
             return tuple(value)
         if all(isinstance(prompt, list) and _are_token_ids(prompt) for prompt in value):
@@ -118,6 +122,14 @@ Prompts = Annotated[
         json_schema_input_type=str | list[str] | list[TokenId] | list[list[TokenId]],
     ),
 ]
+Texts = Annotated[
+    tuple[Prompt, ...],
+    PlainValidator(
+        lambda value: _parse_prompts(value, MAX_TEXTS, ""),
+        json_schema_input_type=str | list[str] | list[TokenId] | list[list[TokenId]],
+    ),
+]
+"""Prompts to embed."""
 Biases = Annotated[
     tuple[tuple[int, float], ...],
     PlainValidator(_parse_biases, json_schema_input_type=dict[str, float]),

@@ -41,4 +41,6 @@ POOL_NO_OPS: NoOps = {
     "task": ("classify",),
 }
 
+EMBED_NO_OPS: NoOps = {**POOL_NO_OPS, "task": ("embed",)}
+
 COMPLETIONS_NO_OPS: NoOps = {**SAMPLING_NO_OPS, "add_special_tokens": (True,), "suffix": ("",)}

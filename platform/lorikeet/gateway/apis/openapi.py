@@ -17,7 +17,12 @@ from lorikeet.gateway.apis.anthropic_request import CountTokensRequest, Messages
 from lorikeet.gateway.apis.batch_request import BatchRequest
 from lorikeet.gateway.apis.chat_request import ChatRequest
 from lorikeet.gateway.apis.completion_request import CompletionRequest
-from lorikeet.gateway.apis.pool_request import ClassifyRequest, PoolingRequest, ScoreRequest
+from lorikeet.gateway.apis.pool_request import (
+    ClassifyRequest,
+    EmbeddingsRequest,
+    PoolingRequest,
+    ScoreRequest,
+)
 from lorikeet.gateway.apis.responses_request import InputTokensRequest, ResponsesRequest
 from lorikeet.gateway.body import Body
 from lorikeet.gateway.reads import TenantReads
@@ -44,7 +49,7 @@ _REF = "#/components/schemas/{model}"
 _REQUESTS = (
     *(ChatRequest, CompletionRequest, ResponsesRequest, InputTokensRequest),
     *(MessagesRequest, CountTokensRequest, BatchRequest),
-    *(ClassifyRequest, ScoreRequest, PoolingRequest),
+    *(ClassifyRequest, ScoreRequest, PoolingRequest, EmbeddingsRequest),
     *(LoadRequest, SkyrlLoadRequest, UnloadRequest, TokenizeRequest, DetokenizeRequest),
     *(tinker.SamplingSessionRequest, tinker.WeightsInfoRequest),
     *(tinker.SampleRequest, tinker.FutureRequest, InferenceRequest),
@@ -168,6 +173,7 @@ def _generating() -> dict[str, Any]:
         ),
         "/v1/classify": _generate("Classify texts", "ClassifyRequest", _JSON),
         "/v1/score": _generate("Score texts with a reward model", "ScoreRequest", _JSON),
+        "/v1/embeddings": _generate("Embed texts", "EmbeddingsRequest", _JSON),
         "/v1/pooling": _generate("Compute a head's values", "PoolingRequest", _JSON),
     }
 

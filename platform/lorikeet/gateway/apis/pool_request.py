@@ -1,8 +1,8 @@
-"""Requests that pool prompts instead of generating, in vLLM's shapes: POST /v1/classify, /v1/score
-and /v1/pooling.
+"""Requests that pool prompts instead of generating: POST /v1/classify, /v1/score and /v1/pooling,
+in vLLM's shapes, and POST /v1/embeddings, in OpenAI's.
 
-Only adapters with a classification or reward head (AdapterRef.head) answer these requests, and they
-answer no requests to generate.
+A model with a classification or reward head, its adapter's or its base model's, answers the first
+three alone. Models without a head embed texts.
 """
 
 from dataclasses import replace
@@ -15,12 +15,17 @@ from lorikeet.gateway.apis.api_request import ApiRequest, CallContext
 from lorikeet.gateway.apis.chat_messages import MAX_MESSAGES, Message, check_answered
 from lorikeet.gateway.apis.chat_request import ChatRequest, TemplateFields
 from lorikeet.gateway.apis.completion_request import CompletionRequest
-from lorikeet.gateway.apis.fields import Prompts
-from lorikeet.gateway.apis.no_ops import POOL_NO_OPS
+from lorikeet.gateway.apis.fields import INT32, Prompts, Texts
+from lorikeet.gateway.apis.no_ops import EMBED_NO_OPS, POOL_NO_OPS
 from lorikeet.gateway.body import NoOps, misfit
 from lorikeet.protocol.messages import Call, Endpoint
-from lorikeet_engine.adapter import AdapterRef
+from lorikeet_engine.adapter import Adapter, AdapterRef, Embedder, Head
 from lorikeet_engine.request import SamplingParams
+
+_MOST_VALUES = {False: 2**19, True: 2**22}
+"""Largest number of values of all embeddings of an answer, as numbers and (True) as base64: writing
+numbers takes a tenth of a second for 100,000.
+"""
 
 
 class PoolRequest(TemplateFields, ApiRequest):
@@ -118,23 +123,60 @@ class ScoreRequest(PoolRequest):
         return replace(super().to_call(context), raw_scores=True)
 
 
-def check_head(call: Call) -> None:
-    """Raise InvalidInput if the endpoint pools and the adapter has no head, if it generates and the
-    adapter has one, or if it is /v1/score and the head has several labels.
+class EmbeddingsRequest(PoolRequest):
+    """Request of POST /v1/embeddings.
+
+    input: texts or token ids, each of which is embedded.
+    dimensions: number of first values to which vectors are cut (Matryoshka); these are normalised.
+    encoding_format: base64 of little-endian float32, or numbers.
+    use_activation: False: vectors are not normalised.
     """
-    head = call.adapter.head if isinstance(call.adapter, AdapterRef) else None
-    if not call.endpoint.pools:
-        if head is not None and not call.endpoint.counts:
-            raise InvalidInput(
-                f"model={call.model!r} has a classification head and does not generate: ask "
-                "/v1/classify, /v1/score or /v1/pooling",
-                param="model",
-            )
-        return
+
+    no_ops: ClassVar[NoOps] = EMBED_NO_OPS
+    endpoint = Endpoint.EMBEDDINGS
+
+    input: Texts | None = None
+    dimensions: Annotated[int, Field(ge=1, le=INT32)] | None = None
+    encoding_format: Literal["float", "base64"] = "float"
+    use_activation: bool | None = None
+
+    def to_call(self, context: CallContext) -> Call:
+        """Return the request as a Call."""
+        return replace(
+            super().to_call(context),
+            dimensions=self.dimensions,
+            base64=self.encoding_format == "base64",
+            raw_scores=self.use_activation is False,
+        )
+
+
+def with_pooling(call: Call, head: Head | None, embedder: Embedder, hidden: int) -> Call:
+    """Return a call with its head or, for embeddings, its embedder.
+
+    head, embedder: the base model's own, for adapters that have none.
+    hidden: number of values of the base model's hidden states.
+
+    Raises InvalidInput if the called endpoint does not suit the model: if it classifies and there
+    is no head, generates or embeds and there is one, scores with several labels, or cuts embeddings
+    as the model does not allow.
+    """
+    own = call.adapter.head if isinstance(call.adapter, AdapterRef) else None
+    head = own or head
+    if call.endpoint is Endpoint.EMBEDDINGS and head is None:
+        return _with_embedder(call, _embedder(call.adapter, embedder), hidden)
+    if call.endpoint.counts or (head is None and not call.endpoint.pools):
+        return call
     if head is None:
         raise InvalidInput(
             f"model={call.model!r} has no classification head: name an adapter that was trained "
-            "with one, of PEFT's task type SEQ_CLS",
+            "with one, of PEFT's task type SEQ_CLS; texts are embedded at /v1/embeddings",
+            param="model",
+        )
+    if not call.endpoint.pools or call.endpoint is Endpoint.EMBEDDINGS:
+        does = "embed" if call.endpoint.pools else "generate"
+        raise InvalidInput(
+            f"model={call.model!r} has a classification head and does not {does}: ask "
+            "/v1/classify, /v1/score or /v1/pooling",
             param="model",
         )
     if call.endpoint is Endpoint.SCORE and len(head.labels) > 1:
@@ -143,3 +185,43 @@ def check_head(call: Call) -> None:
             "/v1/classify",
             param="model",
         )
+    return replace(call, head=head)
+
+
+def _embedder(adapter: Adapter | None, of_base: Embedder) -> Embedder:
+    """Return the way in which an adapter, or several that are added up, embed texts.
+
+    of_base: the base model's, for adapters without one of their own.
+
+    Raises InvalidInput if adapters to add up differ in it.
+    """
+    members = () if adapter is None else adapter.members
+    ways = {member.embedder or of_base for member in members} or {of_base}
+    if len(ways) > 1:
+        raise InvalidInput(
+            "these adapters pool or normalise embeddings in different ways: name adapters that "
+            "agree",
+            param="model",
+        )
+    return ways.pop()
+
+
+def _with_embedder(call: Call, embedder: Embedder, hidden: int) -> Call:
+    cut, cuts = call.dimensions, embedder.dimensions
+    allowed = cut in (None, hidden) or (cut < hidden if cuts is None else cut in cuts)
+    if not allowed:
+        most = f"1 to {hidden}" if cuts is None else ", ".join(map(str, sorted({*cuts, hidden})))
+        raise InvalidInput(
+            f"dimensions={cut}: the embeddings of model={call.model!r} have {hidden} values, want "
+            f"{most}",
+            param="dimensions",
+        )
+    texts, most_values = max(1, len(call.prompts)), _MOST_VALUES[call.base64]
+    if texts * (cut or hidden) > most_values:
+        remedy = "" if call.base64 else ', or encoding_format="base64"'
+        raise InvalidInput(
+            f"{texts} embeddings of {cut or hidden} values are more than {most_values} values: "
+            f"want fewer texts{remedy}",
+            param="input",
+        )
+    return replace(call, embedder=embedder)

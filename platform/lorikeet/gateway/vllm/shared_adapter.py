@@ -64,6 +64,7 @@ class SharedAdapter:
         try:
             scratch.mkdir()
             for name in self._sizes:
+                (scratch / name).parent.mkdir(exist_ok=True)
                 with (scratch / name).open("wb") as copy:
                     copy.writelines(self._pieces(name))
             return write_blob(scratch, blob)

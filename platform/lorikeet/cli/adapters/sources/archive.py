@@ -67,6 +67,7 @@ def unpack(archive: str, folder: Path) -> None:
             wanted = set(adapter_files(archive, sizes, read))
             # In the archive's order, so that a gzip stream is rewound only once.
             for name in filter(wanted.__contains__, members):
+                (folder / name).parent.mkdir(exist_ok=True)
                 with (folder / name).open("wb") as out:
                     copy(name, out)
     except _DAMAGED as error:
