@@ -42,6 +42,20 @@ def test_a_composition_has_the_highest_price_of_each_class() -> None:
     assert price_of(PRICES, "base", both) == Price(3_000_000, 30_000, 1_200_000)
 
 
+def test_batches_and_flex_may_have_prices_of_their_own() -> None:
+    text = f"{TEXT},base:flex=0.075/0.015/0.3,acme/support:flex=1/0/1"
+    prices = parse_prices(text)
+    given = {"LORIKEET_BASE_MODELS": "base=demo/model", "LORIKEET_PRICES": text}
+    assert Settings.from_env(given).prices == prices
+    half, own = Price(75_000, 15_000, 300_000), Price(1_000_000, 0, 1_000_000)
+    assert price_of(prices, "base", None, background=True) == half
+    assert price_of(prices, "base", TONE, background=True) == half
+    assert price_of(prices, "base", SUPPORT, background=True) == own
+    assert price_of(prices, "base", SUPPORT) == PRICES["acme/support"]
+    assert price_of(PRICES, "base", SUPPORT, background=True) == PRICES["acme/support"]
+    assert price_of(PRICES, "base", None, background=True) == PRICES["base"]
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [

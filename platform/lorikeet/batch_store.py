@@ -14,6 +14,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from threading import Lock
 from typing import Any, NamedTuple
 
 from lorikeet.catalog.store.object_store import ObjectStore, StoredObject, in_parallel
@@ -73,10 +74,12 @@ class BatchStore:
 
     max_open: limit on one tenant's batches that have not ended.
     clock: function that returns the time in Unix seconds.
+    creating: lock to hold while open batches are counted and one is created.
     """
 
     def __init__(self, store: ObjectStore, max_open: int, clock: Callable[[], float]) -> None:
         self.store, self.max_open, self.clock = store, max_open, clock
+        self.creating = Lock()
 
     def create(self, batch: BatchRecord) -> None:
         """Save a new batch. Raises StoreError."""

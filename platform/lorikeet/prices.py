@@ -44,7 +44,11 @@ class Price(NamedTuple):
 
 
 Prices = Mapping[str, Price]
-"""Prices by base model, or by tenant/name of an adapter."""
+"""Prices by base model, or by tenant/name of an adapter; with FLEX behind it those of lines of
+batches and of service tier flex.
+"""
+
+FLEX = ":flex"
 
 FREE = Price(0, 0, 0)
 
@@ -78,17 +82,26 @@ def show_money(amount: float) -> str:
     return f"{amount:.6f}".rstrip("0").rstrip(".")
 
 
-def price_of(prices: Prices, base_model: str, adapter: Adapter | None) -> Price:
+def price_of(
+    prices: Prices, base_model: str, adapter: Adapter | None, *, background: bool = False
+) -> Price:
     """Return the price of a request's tokens.
 
     An adapter without a price has its base model's; a base model without one is free. Each token
     of a composition has the highest price among its adapters'.
 
     adapter: None for the base model alone.
+    background: whether the request is a line of a batch, or of service tier flex. One without a
+        price of its own for these has its ordinary price.
     """
-    base = prices.get(base_model, FREE)
+
+    def of(name: str, otherwise: Price) -> Price:
+        usual = prices.get(name, otherwise)
+        return prices.get(name + FLEX, usual) if background else usual
+
+    base = of(base_model, FREE)
     if adapter is None or not prices:
         return base
     members = adapter.members if isinstance(adapter, Composition) else (adapter,)
-    own = [prices.get(f"{each.tenant}/{each.name}", base) for each in members]
+    own = [of(f"{each.tenant}/{each.name}", base) for each in members]
     return Price(*map(max, zip(*own, strict=True)))

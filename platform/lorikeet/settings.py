@@ -27,7 +27,7 @@ from lorikeet.addresses import (
 )
 from lorikeet.errors import InvalidSetting
 from lorikeet.oidc_issuer import OidcIssuer, parse_oidc_issuer
-from lorikeet.prices import Price, parse_prices
+from lorikeet.prices import FLEX, Price, parse_prices
 from lorikeet.sizes import parse_size
 
 PREFIX = "LORIKEET_"
@@ -215,6 +215,11 @@ class Settings(BaseModel):
         "weights, slot pool, the largest step and CUDA graphs leave; auto: 90% on cuda, 256MiB on "
         "cpu",
     )
+    kv_host_memory: Bytes | None = Field(
+        None,
+        description="host memory of each replica for KV pages that leave the prefix cache, which "
+        "come back faster than they are computed (operations.md); not set: none",
+    )
     state_memory: Memory = Field(
         "auto",
         description="states of delta nets and Mamba 2 on each device, before the KV cache: bytes, "
@@ -285,7 +290,8 @@ class Settings(BaseModel):
         description="prices of a million tokens, as name=input/cached/output of base models and of "
         "adapters (acme/support=0.3/0.06/1.2), separated by commas, in any currency: computed and "
         "cached tokens of prompts, and tokens of answers (usage.md); an adapter without prices "
-        "has its base model's; not set: nothing costs",
+        "has its base model's; llama:flex=… and acme/support:flex=… are those of batches and of "
+        "service tier flex; not set: nothing costs",
     )
     responses_lifetime_h: int | None = Field(
         None,
@@ -358,7 +364,7 @@ class Settings(BaseModel):
     @classmethod
     def _of_base_models(cls, value: dict[str, Price], given: ValidationInfo) -> dict[str, Price]:
         models = given.data.get("base_models", {})
-        for name in value:
+        for name in (each.removesuffix(FLEX) for each in value):
             if "/" not in name and models and name not in models:
                 raise ValueError(
                     f"{name} is no base model: there are {', '.join(sorted(models))}; adapters are "

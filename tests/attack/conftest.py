@@ -60,6 +60,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
         environ.setenv("LORIKEET_ADAPTER_GPU_MEMORY", "4MiB")  # holds 50 of 200 adapters
         environ.setenv("LORIKEET_ADAPTER_HOST_MEMORY", "4MiB")
         environ.setenv("LORIKEET_ADAPTER_DISK", "16MiB")
+        environ.setenv("LORIKEET_FILES_BYTES", str(2**30))
         environ.setenv("LORIKEET_ADMIN_ADDRESS", f"127.0.0.1:{free_port()}")
         paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
         environ.setenv("PYTHONPATH", os.pathsep.join(paths))  # for the actors, too

@@ -33,6 +33,7 @@ _PATIENCE_S = 60.0
 _KEPT_OPEN_S = 10.0
 _UNREAD_S = 30.0
 _BETWEEN_REFUSALS_S = 0.05
+_BETWEEN_LOOKS_S = 1.0
 
 Sending = Callable[[], Awaitable[None]]
 
@@ -114,6 +115,43 @@ class Attacker:
                 self.seen["under way at the end"] += 1
             except (httpx.HTTPError, OSError) as error:
                 self.seen[type(error).__name__] += 1
+
+    async def upload(self, content: bytes) -> str | None:
+        """Upload the input of a batch; return its id, None if it is refused."""
+        answer = await self.client.post(
+            f"{self.url}/v1/files",
+            files={"file": ("input.jsonl", content)},
+            data={"purpose": "batch"},
+            headers=self._headers({}),
+        )
+        self.seen[f"file {answer.status_code}"] += 1
+        if answer.is_success:
+            file_id: str = answer.json()["id"]
+            return file_id
+        await asyncio.sleep(_BETWEEN_REFUSALS_S)
+        return None
+
+    async def run_batch(self, file_id: str) -> None:
+        """Create a batch, and wait until it ends."""
+        asked = {"input_file_id": file_id, "endpoint": CHAT, "completion_window": "24h"}
+        answer = await self.client.post(
+            f"{self.url}/v1/batches", json=asked, headers=self._headers({})
+        )
+        self.seen[f"batch {answer.status_code}"] += 1
+        status = "" if answer.is_success else "refused"
+        while status not in ("completed", "failed", "cancelled", "refused"):
+            await asyncio.sleep(_BETWEEN_LOOKS_S)
+            at = f"{self.url}/v1/batches/{answer.json()['id']}"
+            shown = await self.client.get(at, headers=self._headers({}))
+            if shown.is_success:
+                status = shown.json()["status"]
+        self.seen[f"batch {status}"] += 1
+        if status == "refused":
+            await asyncio.sleep(_BETWEEN_LOOKS_S)
+
+    async def delete(self, file_id: str) -> None:
+        """Delete a file."""
+        await self.client.delete(f"{self.url}/v1/files/{file_id}", headers=self._headers({}))
 
 
 def chat(**more: Any) -> dict[str, Any]:
@@ -202,6 +240,52 @@ async def hang_ups(attacker: Attacker) -> None:
     await attacker.repeat(20, lambda: attacker.hang_up(body))
 
 
+def batch_line(number: int, **more: Any) -> bytes:
+    body = chat(max_tokens=4) | more
+    line = {"custom_id": f"{number}", "method": "POST", "url": CHAT, "body": body}
+    return json.dumps(line).encode() + b"\n"
+
+
+async def inputs(attacker: Attacker, content: bytes) -> None:
+    """Upload an input, run it as a batch and delete it, again and again."""
+
+    async def run() -> None:
+        file_id = await attacker.upload(content)
+        if file_id is not None:
+            try:
+                await attacker.run_batch(file_id)
+            finally:
+                await attacker.delete(file_id)
+
+    await attacker.repeat(4, run)
+
+
+async def a_million_lines(attacker: Attacker) -> None:
+    await inputs(attacker, b"".join(map(batch_line, range(10**6))))
+
+
+async def a_million_blank_lines(attacker: Attacker) -> None:
+    await inputs(attacker, b"\n" * (64 * 2**20))
+
+
+async def one_huge_line(attacker: Attacker) -> None:
+    await inputs(attacker, batch_line(0, user="a" * (150 * 2**20)))
+
+
+async def lines_of_many_values(attacker: Attacker) -> None:
+    line = batch_line(0, tools=0).replace(
+        b'"tools": 0', b'"tools": ' + list_of("[]", FULL).encode()
+    )
+    await inputs(attacker, 20 * line)
+
+
+async def a_hundred_batches(attacker: Attacker) -> None:
+    content = b"".join(batch_line(number, max_tokens=200) for number in range(2000))
+    while (file_id := await attacker.upload(content)) is None:
+        pass
+    await attacker.repeat(100, lambda: attacker.run_batch(file_id))
+
+
 ATTACKS: dict[str, Callable[[Attacker], Awaitable[None]]] = {
     each.__name__: each
     for each in (
@@ -216,6 +300,11 @@ ATTACKS: dict[str, Callable[[Attacker], Awaitable[None]]] = {
         unread_streams,
         cold_adapters,
         unknown_keys,
+        a_million_lines,
+        a_million_blank_lines,
+        one_huge_line,
+        lines_of_many_values,
+        a_hundred_batches,
     )
 }
 

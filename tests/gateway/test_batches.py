@@ -1,11 +1,14 @@
 """Batches by OpenAI's client: run, failed, cancelled, expired, and taken over by other gateways."""
 
 import asyncio
+import contextlib
 import json
 import random
+import time
 from codecs import BOM_UTF8
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +18,14 @@ import pytest
 from lorikeet.batch_store import OPEN, RUNS, WINDOW_S
 from lorikeet.catalog.records import Scope
 from lorikeet.catalog.store.local import LocalStore
-from lorikeet.errors import Overloaded, StoreError
+from lorikeet.errors import Overloaded, RequestTooLarge, StoreError
 from lorikeet.file_store import CONTENTS
 from lorikeet.gateway.batches import lines, runner
 from lorikeet.protocol.messages import Call, Refusal
 from lorikeet.tenancy import read_limiter
 from tests.gateway.conftest import Gateway, Items, chat, repeat, serving
 from tests.gateway.official_types import validate_as
+from tests.gateway.test_costly_bodies import list_of
 from tests.gateway.test_files import Clock
 from tests.waiting import eventually
 
@@ -169,7 +173,7 @@ def test_refused_lines_are_in_the_error_file(gateway: Gateway) -> None:
 WRONG: dict[str, tuple[Any, str]] = {
     "not json": (b"{", "invalid_json_line"),
     "deep": (b"[" * 50_000, "invalid_json_line"),
-    "many values": (b"[" + b"[]," * 70_000, "request_too_large"),
+    "many values": (b"[" + b"[]," * 140_000, "request_too_large"),
     "not a number": (b'{"custom_id": NaN}', "invalid_json_line"),
     "half a character": (b'{"custom_id": "\\ud800"}', "invalid_json_line"),
     "no object": (b"[]", "invalid_json_line"),
@@ -219,6 +223,71 @@ def test_an_input_with_too_many_lines_fails_without_reading_on(
     count, errors = lines.check_lines(path, CHAT)
     assert count == 201
     assert [(error["code"], error["line"]) for error in errors] == [("too_many_requests", 201)]
+
+
+def test_blank_lines_are_skipped_but_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "input"
+    path.write_bytes(b"\n \n" * 10 + text_of([line("a")]))
+    monkeypatch.setattr(lines, "MAX_WITH_BLANK", 21)
+    assert lines.check_lines(path, CHAT) == (1, [])
+    assert [each.custom_id for each in lines.read_lines(path)] == ["a"]
+    path.write_bytes(b"\n" * 22 + text_of([line("a")]))
+    count, errors = lines.check_lines(path, CHAT)
+    assert (count, [(error["code"], error["line"]) for error in errors]) == (
+        0,
+        [("too_many_requests", 22)],
+    )
+
+
+def test_a_line_of_many_values_is_refused_unparsed(tmp_path: Path) -> None:
+    path = tmp_path / "input"
+    many = list_of("[]", lines.MAX_LINE_BYTES - 1000)
+    path.write_bytes(json.dumps(line("a", {"x": 0})).replace("0", many, 1).encode())
+    began_s = time.thread_time()
+    _, errors = lines.check_lines(path, CHAT)
+    assert time.thread_time() - began_s < 1.0  # parsing it takes three seconds
+    assert [error["code"] for error in errors] == [RequestTooLarge.code]
+    most = {"model": "tiny", "prompt": [[1] * 2**17]}
+    path.write_text(json.dumps(line("a", most, url="/v1/completions")))
+    assert lines.check_lines(path, "/v1/completions") == (1, [])
+
+
+def test_the_thread_that_reads_a_large_input_leaves_most_time_to_others(tmp_path: Path) -> None:
+    path = tmp_path / "input"
+    text = "a" * (lines.MAX_LINE_BYTES // 4)
+    path.write_bytes(text_of([line(str(number), {"text": text}) for number in range(4)]))
+    for read in (lambda: lines.check_lines(path, CHAT), lambda: list(lines.read_lines(path))):
+        began_s, worked_s = time.monotonic(), time.thread_time()
+        read()
+        took_s, worked_s = time.monotonic() - began_s, time.thread_time() - worked_s
+        assert took_s > 2 * worked_s
+
+
+def test_no_more_batches_are_open_than_a_tenant_may_have(gateway: Gateway) -> None:
+    stuck = asyncio.Event()
+
+    async def wait(call: Call) -> Items:
+        await stuck.wait()
+        async for item in repeat(call):
+            yield item
+
+    gateway.engines.replay = wait
+    client = gateway.openai()
+    file = client.files.create(file=("in.jsonl", text_of([line("a")])), purpose="batch")
+
+    def create(_: int) -> Any:
+        with contextlib.suppress(openai.RateLimitError):
+            asked = {"endpoint": CHAT, "completion_window": "24h"}
+            return client.batches.create(input_file_id=file.id, **asked)
+        return None
+
+    with ThreadPoolExecutor(30) as clients:  # a gateway allows 32 reads at once
+        made = [batch for batch in clients.map(create, range(100)) if batch is not None]
+    assert len(made) == 20
+    for batch in made:
+        client.batches.cancel(batch.id)
 
 
 def test_a_huge_line_is_refused_and_never_whole_in_memory(

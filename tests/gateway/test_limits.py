@@ -17,7 +17,7 @@ from lorikeet.answer_stream.openai_format import EventStream
 from lorikeet.catalog.records import Scope
 from lorikeet.errors import LimitStatus, StoreRefused, Unavailable
 from lorikeet.gateway.error_responses import error_response
-from lorikeet.prices import COST_UNITS, Price
+from lorikeet.prices import COST_UNITS, FREE, Price
 from lorikeet.protocol.messages import AnswerHeader, Call, FinalUsage, Refusal, RunningUsage
 from lorikeet.tenancy.rate_limiter import limit_headers
 from lorikeet.usage.ledger import UsageCounts
@@ -278,12 +278,14 @@ def test_a_budget_in_money_has_a_price_for_each_class_of_tokens(tmp_path: Path) 
     prices = {"tiny": Price(3_000_000, 1_000_000, 7_000_000)}
     prices["acme/support"] = Price(*(10 * each for each in prices["tiny"]))
     of_base = (40 * 3 + 60 * 1 + 10 * 7) * 1_000_000 / COST_UNITS
+    prices["tiny:flex"] = FREE
     with serving(tmp_path, prices=prices) as gateway:
         gateway.engines.replay = replay
         gateway.register("acme/support", shared=True)
         add(gateway, "small", cost_per_month=12 * of_base)
-        for model in ("acme/support", "tiny", "tiny"):
-            assert gateway.post(CHAT, BODY | {"model": model}, tenant="small").status_code == 200
+        flex = {"model": "tiny", "service_tier": "flex"}
+        for more in (flex, flex, {"model": "acme/support"}, {}, {}):
+            assert gateway.post(CHAT, BODY | more, tenant="small").status_code == 200
             assert eventually(lambda: in_flight(gateway) == 0)
         refused = gateway.post(CHAT, BODY, tenant="small")
         error = error_of(refused, 429)

@@ -513,6 +513,8 @@ class Scheduler:
                 if not ready:
                     continue
                 running = active + len(begun)  # each must still be able to grow by a page
+                if self._cache.awaits_fetch(sequence.kv, running):
+                    continue
                 slot = running < self._limits.sequences
                 if not (slot and self._cache.allocate(sequence.kv, sequence.length, running)):
                     self._short_of_memory = sequence
@@ -602,6 +604,7 @@ class Scheduler:
             return
         timings.begun_s = time.monotonic()
         timings.cached_tokens = min(sequence.kv.computed, sequence.prompt_length)
+        timings.host_tokens = min(sequence.kv.tokens_of_host, timings.cached_tokens)
         self._counters.sequence_begun(sequence)
         ref = sequence.adapter
         if ref is None:

@@ -250,7 +250,12 @@ class GenerateEndpoint:
                 base_model, call, max_context, request.receive
             )
         trace.set_prompts(encoded.prompts)
-        price = price_of(self._services.prices, base_model, call.adapter)
+        price = price_of(
+            self._services.prices,
+            base_model,
+            call.adapter,
+            background=call.scheduling.background,
+        )
         # Nor from here until the response enters it again.
         if call.endpoint.counts:
             with trace.answering():

@@ -25,6 +25,14 @@ most _MOST_REST_S.
 """
 
 
+def rest_s(took_s: float) -> float:
+    """Return the pause after a parse, in seconds.
+
+    took_s: processor time of the parse, in seconds.
+    """
+    return min(took_s * max(1.0, took_s / _SHORT_S), _MOST_REST_S)
+
+
 class LargeBodies:
     """Parser of request bodies that leaves time between one tenant's large bodies for other
     tenants.
@@ -47,7 +55,7 @@ class LargeBodies:
         loop, lock = asyncio.get_running_loop(), self._parse_locks.setdefault(tenant, _ParseLock())
         with lock.waiting(len(body)):
             await lock.acquire()
-        rest_s = 0.0
+        pause_s = 0.0
         try:
             if await request.is_disconnected():
                 raise ClientDisconnect
@@ -55,10 +63,9 @@ class LargeBodies:
             try:
                 return parse_json(body, schema)
             finally:
-                took_s = time.thread_time() - began_s
-                rest_s = min(took_s * max(1.0, took_s / _SHORT_S), _MOST_REST_S)
+                pause_s = rest_s(time.thread_time() - began_s)
         finally:
-            loop.call_later(rest_s, lock.release)
+            loop.call_later(pause_s, lock.release)
 
 
 class _ParseLock(asyncio.Lock):

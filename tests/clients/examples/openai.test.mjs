@@ -1,8 +1,12 @@
-// OpenAI's client for Node: its examples of chats, streams, tools, formats and responses.
+// OpenAI's client for Node: its examples of chats, streams, tools, formats, responses, files and batches.
 
 import assert from "node:assert/strict";
+import fs from "node:fs";
+import os from "node:os";
+import path from "node:path";
 import { test } from "node:test";
-import OpenAI from "openai";
+import { setTimeout } from "node:timers/promises";
+import OpenAI, { toFile } from "openai";
 import {
   zodFunction,
   zodResponseFormat,
@@ -136,4 +140,81 @@ test("models and errors", async () => {
   assert.ok(names.includes(model));
   const missing = client.chat.completions.create({ model: "none", messages: hello });
   await assert.rejects(missing, OpenAI.NotFoundError);
+});
+
+const ENDED = ["completed", "failed", "expired", "cancelled"];
+const request = (custom_id, body) => ({ custom_id, method: "POST", url: "/v1/chat/completions", body });
+const lines = (requests) => requests.map((each) => `${JSON.stringify(each)}\n`).join("");
+const results = async (id) => (await (await client.files.content(id)).text()).trim().split("\n").map(JSON.parse);
+
+async function ended(batch) {
+  while (!ENDED.includes(batch.status)) {
+    await setTimeout(200);
+    batch = await client.batches.retrieve(batch.id);
+  }
+  return batch;
+}
+
+test("a file is uploaded, listed, read and deleted", async () => {
+  const folder = fs.mkdtempSync(path.join(os.tmpdir(), "lorikeet-"));
+  const content = lines([request("a", { model, messages: hello })]);
+  fs.writeFileSync(path.join(folder, "input.jsonl"), content);
+  const file = await client.files.create({
+    file: fs.createReadStream(path.join(folder, "input.jsonl")),
+    purpose: "batch",
+    expires_after: { anchor: "created_at", seconds: 3600 },
+  });
+  fs.rmSync(folder, { recursive: true });
+  assert.deepEqual(
+    [file.object, file.filename, file.bytes, file.purpose, file.expires_at - file.created_at],
+    ["file", "input.jsonl", content.length, "batch", 3600],
+  );
+  const listed = [];
+  for await (const each of client.files.list({ purpose: "batch", limit: 1 })) listed.push(each.id);
+  assert.ok(listed.includes(file.id));
+  assert.deepEqual(await client.files.retrieve(file.id), file);
+  assert.equal(await (await client.files.content(file.id)).text(), content);
+  assert.deepEqual(await client.files.delete(file.id), { id: file.id, object: "file", deleted: true });
+  await assert.rejects(client.files.retrieve(file.id), OpenAI.NotFoundError);
+});
+
+test("a batch runs to its end", async () => {
+  const asked = { model, messages: hello, max_tokens: 4, ...greedy };
+  const input = lines([request("one", asked), request("two", asked), request("bad", { model: "none", messages: hello })]);
+  const file = await client.files.create({ file: await toFile(Buffer.from(input), "input.jsonl"), purpose: "batch" });
+  const made = await client.batches.create({
+    input_file_id: file.id,
+    endpoint: "/v1/chat/completions",
+    completion_window: "24h",
+    metadata: { for: "test" },
+  });
+  assert.deepEqual([made.object, made.status, made.metadata], ["batch", "validating", { for: "test" }]);
+  const batch = await ended(made);
+  assert.equal(batch.status, "completed");
+  assert.deepEqual(batch.request_counts, { total: 3, completed: 2, failed: 1 });
+  const answers = await results(batch.output_file_id);
+  assert.deepEqual(answers.map(({ custom_id }) => custom_id).sort(), ["one", "two"]);
+  for (const { response, error } of answers) {
+    assert.deepEqual([response.status_code, error], [200, null]);
+    assert.ok(response.body.choices[0].message.content);
+  }
+  const [failed] = await results(batch.error_file_id);
+  assert.deepEqual([failed.custom_id, failed.response.status_code], ["bad", 404]);
+  const listed = [];
+  for await (const each of client.batches.list({ limit: 1 })) listed.push(each.id);
+  assert.ok(listed.includes(batch.id));
+});
+
+test("a batch is cancelled", async () => {
+  const asked = { model, messages: hello, max_tokens: 200, ...greedy };
+  const input = lines(Array.from({ length: 500 }, (_, number) => request(`${number}`, asked)));
+  const file = await client.files.create({ file: await toFile(Buffer.from(input), "input.jsonl"), purpose: "batch" });
+  const made = await client.batches.create({
+    input_file_id: file.id,
+    endpoint: "/v1/chat/completions",
+    completion_window: "24h",
+  });
+  assert.ok(["cancelling", "cancelled"].includes((await client.batches.cancel(made.id)).status));
+  const batch = await ended(made);
+  assert.equal(batch.status, "cancelled");
 });

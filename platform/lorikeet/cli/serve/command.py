@@ -215,6 +215,7 @@ class OwnService:
         key = f"$(cat {key_file})"
         first = (adapters or base_models)[0]
         lines += ["\nTry:\n", curl(planned.url, key, first, "Hello", max_tokens=_TRIED_TOKENS)]
+        lines.append(f"\nWith the same key {planned.url}/ui shows limits, requests and usage.")
         lines += for_administrators(planned, keys.admin_file, "lorikeet")
         print_lines([*lines, f"\n{HOW_TO_STOP}"])
 

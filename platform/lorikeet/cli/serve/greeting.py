@@ -10,7 +10,7 @@ import typer
 from lorikeet.cli.admin_client import DEFAULT_SERVER
 from lorikeet.cli.serve.run import Planned
 
-HOW_TO_STOP = "Ctrl-C, or `lorikeet stop` in this folder, stops the service."
+HOW_TO_STOP = "`lorikeet stop` in this folder stops the service, Ctrl-C one without --detach."
 
 
 def ready_line(planned: Planned) -> str:

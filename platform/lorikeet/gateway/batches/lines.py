@@ -1,25 +1,35 @@
-"""Lines of a batch's input: JSON objects, each a request with an id of the client's own."""
+"""Lines of a batch's input: JSON objects, each a request with an id of the client's own.
+
+Inputs are read in threads. Parsing holds the interpreter's lock, so that it is bounded and pauses.
+"""
 
 import hashlib
+import time
 from codecs import BOM_UTF8
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from pydantic_core import from_json, to_json
 
 from lorikeet.errors import RequestTooLarge
-from lorikeet.gateway.body import MAX_JSON_BYTES, MAX_VALUES, ValueBudget
+from lorikeet.gateway.body import MAX_JSON_BYTES, ValueBudget
+from lorikeet.gateway.large_bodies import rest_s
 
 MAX_LINES = 50_000
 """Limit on the requests of one batch, as OpenAI's."""
 MAX_LINE_BYTES = MAX_JSON_BYTES
 """Limit on the bytes of one line, equal to that of a request's body."""
+MAX_WITH_BLANK = 4 * MAX_LINES
+"""Limit on the lines of one input, blank ones included."""
 MAX_ERRORS = 100
 """Number of errors at which the check of an input stops."""
 MAX_ID_LENGTH = 512
-_MAX_VALUES = MAX_VALUES + 10
-"""Approximate limit on the JSON values of one line: its body's, and its own members."""
+_MAX_VALUES = 2**18 + 10
+"""Approximate limit on the JSON values of one line: the largest of a body, and its own members."""
+_WORK_S = 1e-3
+"""Processor time in seconds after which a thread that reads lines pauses."""
 
 Json = dict[str, Any]
 
@@ -38,10 +48,14 @@ class Line(NamedTuple):
 
 def read_lines(path: Path) -> Iterator[Line]:
     """Yield the requests of an input that has passed `check_lines`."""
+    pace = _Pace()
     with path.open("rb") as file:
-        for index, (_, text) in enumerate(_texts(file)):
-            line = from_json(text)
-            yield Line(index, line["custom_id"], to_json(line["body"]))
+        texts = (text for _, text in _texts(file) if text.strip())
+        for index, text in enumerate(texts):
+            with pace.working():
+                line = from_json(text)
+                request = Line(index, line["custom_id"], to_json(line["body"]))
+            yield request
 
 
 def check_lines(path: Path, endpoint: str) -> tuple[int, list[Json]]:
@@ -52,14 +66,20 @@ def check_lines(path: Path, endpoint: str) -> tuple[int, list[Json]]:
     endpoint: path to which all requests must go.
     """
     errors: list[Json] = []
-    ids, count = set[bytes](), 0
+    ids, count, pace = set[bytes](), 0, _Pace()
     with path.open("rb") as file:
         for number, text in _texts(file):
+            if number > MAX_WITH_BLANK:
+                many = f"the file has more than {MAX_WITH_BLANK} lines: leave out blank ones"
+                return count, [*errors, error_json("too_many_requests", many, None, number)]
+            if not text.strip():
+                continue
             count += 1
             if count > MAX_LINES:
                 many = f"the file has more than {MAX_LINES} requests: make several batches of it"
                 return count, [*errors, error_json("too_many_requests", many, None, number)]
-            error = _check(text, endpoint, ids)
+            with pace.working():
+                error = _check(text, endpoint, ids)
             if error is not None:
                 errors.append(error_json(*error, number))
                 if len(errors) == MAX_ERRORS:
@@ -70,7 +90,7 @@ def check_lines(path: Path, endpoint: str) -> tuple[int, list[Json]]:
 
 
 def _texts(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
-    """Yield the number, from 1, and the text of each line that is not blank.
+    """Yield the number, from 1, and the text of each line.
 
     Yields only the first MAX_LINE_BYTES + 1 bytes of a longer line.
     """
@@ -80,8 +100,7 @@ def _texts(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
         rest = text
         while len(rest) > MAX_LINE_BYTES and not rest.endswith(b"\n"):
             rest = file.readline(MAX_LINE_BYTES + 1)
-        if text.strip():
-            yield number, text.removeprefix(BOM_UTF8)
+        yield number, text.removeprefix(BOM_UTF8)
 
 
 def _check(text: bytes, endpoint: str, ids: set[bytes]) -> tuple[str, str, str | None] | None:
@@ -119,6 +138,23 @@ def _check(text: bytes, endpoint: str, ids: set[bytes]) -> tuple[str, str, str |
     if body.get("stream"):
         return "invalid_request", "body.stream: answers of a batch are not streamed", "body.stream"
     return None
+
+
+class _Pace:
+    """Pauses of a thread that parses lines, in which the event loop serves other requests."""
+
+    def __init__(self) -> None:
+        self._took_s = 0.0
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """Context of some work, at whose end the thread sleeps if it has worked enough."""
+        began_s = time.thread_time()
+        yield
+        self._took_s += time.thread_time() - began_s
+        if self._took_s > _WORK_S:
+            time.sleep(rest_s(self._took_s))
+            self._took_s = 0.0
 
 
 def error_json(code: str, message: str, param: str | None, line: int | None) -> Json:

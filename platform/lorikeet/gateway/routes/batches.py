@@ -108,12 +108,6 @@ def _create(
             raise InvalidInput("input_file_id: want a file of purpose batch", param="input_file_id")
     except NotFound as error:
         raise NotFound(f"input_file_id: {error.message}", param="input_file_id") from None
-    if len(batches.open_batches(tenant)) >= batches.max_open:
-        raise RateLimited(
-            f"{batches.max_open} batches of this tenant have not ended, the most that it may have: "
-            "wait for one to end, or cancel one",
-            retry_after_s=_FULL_S,
-        )
     now, after = batches.clock(), body.output_expires_after
     batch = BatchRecord(
         f"batch_{sortable_id(now)}",
@@ -126,5 +120,17 @@ def _create(
         body.metadata,
         LIFETIME_S if after is None else after.seconds,
     )
-    batches.create(batch)
+    with batches.creating:
+        _check_open(batches, tenant)
+        batches.create(batch)
     return batches.json(tenant, batch.id)
+
+
+def _check_open(batches: BatchStore, tenant: str) -> None:
+    """Raise RateLimited if a tenant has as many batches that have not ended as it may have."""
+    if len(batches.open_batches(tenant)) >= batches.max_open:
+        raise RateLimited(
+            f"{batches.max_open} batches of this tenant have not ended, the most that it may have: "
+            "wait for one to end, or cancel one",
+            retry_after_s=_FULL_S,
+        )
