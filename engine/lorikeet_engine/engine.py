@@ -25,6 +25,7 @@ from lorikeet_engine.residency.disk.cache import AdapterSource
 from lorikeet_engine.residency.tiers import Tiers
 from lorikeet_engine.sampling.grammar import Grammars, grammar_error
 from lorikeet_engine.scheduling.deadlines import Deadlines
+from lorikeet_engine.scheduling.host_pages import HostPages
 from lorikeet_engine.scheduling.kv_cache import KVCache
 from lorikeet_engine.scheduling.request_queue import InputProcessor, RequestQueue
 from lorikeet_engine.scheduling.scheduler import Scheduler, SchedulerLimits, StepPlan
@@ -36,6 +37,7 @@ from lorikeet_engine.telemetry.status import (
     AdapterStatus,
     EngineInfo,
     EngineStatus,
+    HostPageUsage,
     LiveStats,
     SlotUse,
     StateUsage,
@@ -80,7 +82,7 @@ class Engine:
         self._wake = threading.Event()
         parts = self._parts = assemble(settings, source, load, self.wake)
         self._runner, self._tiers, self._kv_pages = parts.runner, parts.tiers, parts.kv_pages
-        self._state_bytes = parts.runner.state_bytes
+        self._state_bytes, self._page_copies = parts.runner.state_bytes, parts.page_copies
         self.changed, self.incoming_blobs = self._tiers.changed, self._tiers.incoming_blobs
         self.info = parts.info
         self._grammars = grammars
@@ -150,7 +152,11 @@ class Engine:
         self._next_step_s = self._tiers.advance()
         self._drop_damaged(self._tiers.take_damaged())
         self._fail(self._deadlines.take_missed())
+        if self._page_copies is not None:
+            self._page_copies.before_plan(self._cache)
         plan = self._scheduler.plan(self._step_budget)
+        if self._page_copies is not None:
+            self._page_copies.after_plan(self._cache)
         self._fail({s.request.request_id: error for s, error in plan.failed.items()})
         previous, self._in_flight = self._in_flight, None
         forward = self._compute(plan, previous) if plan.chunks else None
@@ -234,6 +240,7 @@ class Engine:
             inter_token_s={tier: gaps.read() for tier, gaps in counters.inter_token_s.items()},
             tensor_parallel=self.info.tensor_parallel,
             states=_state_usage(cache.states, self._state_bytes),
+            host_pages=_host_usage(cache.host, counters.host_tokens),
         )
 
     def report(self) -> EngineStatus:
@@ -275,11 +282,26 @@ class Engine:
         limits = SchedulerLimits(s.max_batch_tokens, s.max_running, s.max_batch_adapters)
         slots, counts = self._runner.state_slots, self._counters.states
         states = StatePool(slots, s.max_running, counts) if slots else None
-        self._cache = KVCache(self._kv_pages, s.page_size, windows, s.max_batch_tokens, states)
+        host = self._host_pages(len(windows))
+        self._cache = KVCache(
+            self._kv_pages, s.page_size, windows, s.max_batch_tokens, states, host
+        )
         costs, counters = self.info.step_costs, self._counters
         drafts = self._parts.draft_budget
         self._scheduler = Scheduler(limits, self._cache, self._tiers, costs, counters, drafts)
         self._in_flight, self._idle = None, True
+
+    def _host_pages(self, groups: int) -> HostPages | None:
+        copies, costs = self._page_copies, self.info.step_costs
+        if copies is None:
+            return None
+        copies.abandon()  # copies to pages of an earlier cache
+
+        def fetch_s(size: int) -> float:
+            return self._tiers.load_costs().load_s(Residency.HOST, size)
+
+        counts = self._counters.host_pages
+        return HostPages(copies.slots, copies.page_bytes, groups, counts, fetch_s, costs)
 
     def _take_requests(self) -> None:
         taken = self._requests.take()
@@ -361,13 +383,13 @@ class Engine:
     ) -> None:
         sequence, request_id = chunk.sequence, chunk.sequence.request.request_id
         try:
-            *drafted, token = sampled.verified(row, chunk.drafted[: step.followed.get(row)])
+            accepted = sampled.accepted(row, chunk.drafted[: step.followed.get(row)])
             if chunk.drafted:
-                forced = step.forced.get(row + len(drafted), ())
-                chunk = self._scheduler.verified(chunk, tuple(drafted), forced)
-            tokens, logprobs = sampled.delivered(row, sequence, drafted)
+                forced = step.forced.get(row + accepted, ())
+                chunk = self._scheduler.verified(chunk, accepted, forced)
+            tokens, logprobs = sampled.delivered(row, sequence, accepted)
             self._scheduler.written(chunk)
-            finish = sequence.accept(token)
+            finish = sequence.accept(sampled.tokens[row + accepted])
         except BaseException as error:  # of the grammar, perhaps a panic in Rust: others go on
             if isinstance(error, NotFinite):
                 self._cache.forget_keys(sequence.kv.full_keys())
@@ -402,6 +424,16 @@ def _state_usage(states: StatePool | None, slot_bytes: int) -> StateUsage | None
     counts = states.counts
     used = states.owned, states.cached, states.slots, slot_bytes
     return StateUsage(*used, counts.restored, counts.saved, counts.evicted)
+
+
+def _host_usage(host: HostPages | None, tokens: int) -> HostPageUsage | None:
+    if host is None:
+        return None
+    counts = host.counts
+    used = host.used, host.slots, host.page_bytes
+    return HostPageUsage(
+        *used, counts.stored, counts.fetched, counts.evicted, counts.damaged, tokens
+    )
 
 
 def _live_stats(

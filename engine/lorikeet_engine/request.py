@@ -255,6 +255,7 @@ class EngineTimings:
     prefill_s: from the first step to the first token.
     decode_s: from the first token to the newest.
     cached_tokens: number of prompt tokens that were in the KV cache.
+    host_tokens: number of these tokens whose KV pages came from host memory.
     preemptions: number of times that the choice was preempted.
     steps: number of steps that the choice took part in.
     drafts: numbers of drafted tokens by source; () without any.
@@ -266,6 +267,7 @@ class EngineTimings:
     prefill_s: float = 0.0
     decode_s: float = 0.0
     cached_tokens: int = 0
+    host_tokens: int = 0
     preemptions: int = 0
     steps: int = 0
     drafts: tuple[DraftCounts, ...] = ()

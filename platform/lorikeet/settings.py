@@ -215,6 +215,11 @@ class Settings(BaseModel):
         "weights, slot pool, the largest step and CUDA graphs leave; auto: 90% on cuda, 256MiB on "
         "cpu",
     )
+    kv_host_memory: Bytes | None = Field(
+        None,
+        description="host memory of each replica for KV pages that leave the prefix cache, which "
+        "come back faster than they are computed (operations.md); not set: none",
+    )
     state_memory: Memory = Field(
         "auto",
         description="states of delta nets and Mamba 2 on each device, before the KV cache: bytes, "

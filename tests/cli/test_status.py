@@ -11,6 +11,7 @@ from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.telemetry.status import (
     AdapterStatus,
     EngineStatus,
+    HostPageUsage,
     LiveStats,
     StateUsage,
     TierStatus,
@@ -67,6 +68,18 @@ def test_a_replica_of_a_hybrid_says_how_many_states_it_has(lorikeet: Lorikeet) -
     assert [each["states"] for each in said] == [usage._asdict(), None]
     lorikeet.engines.said = [replica("r2")]
     assert "States" not in lorikeet.do("status")
+
+
+def test_a_replica_says_how_many_kv_pages_its_host_has(lorikeet: Lorikeet) -> None:
+    usage = HostPageUsage(30, 400, 1 << 21, 50, 9, 3, 0, 144)
+    keeping = replica("r1")
+    keeping = replace(keeping, status=replace(keeping.status, host_pages=usage))
+    lorikeet.engines.said = [keeping, replica("r2")]
+    assert lorikeet.do("status").count("30 of 400") == 1
+    said = json.loads(lorikeet.do("status", "--json"))["replicas"]
+    assert [each["host_pages"] for each in said] == [usage._asdict(), None]
+    lorikeet.engines.said = [replica("r2")]
+    assert "Host KV" not in lorikeet.do("status")
 
 
 def test_a_replica_says_how_many_gpus_hold_its_base_model(lorikeet: Lorikeet) -> None:

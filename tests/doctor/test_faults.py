@@ -176,6 +176,13 @@ PLANTED = {
         "host arenas 80.0 GiB",
         r"LORIKEET_ADAPTER_HOST_MEMORY=2\d{4}MiB",
     ),
+    "KV pages on the host larger than its memory": Fault(
+        "host memory",
+        variable("KV_HOST_MEMORY", "40GiB"),
+        PROBLEM,
+        "KV pages 80.0 GiB",
+        "a smaller LORIKEET_KV_HOST_MEMORY",
+    ),
     "KV caches larger than the machine": Fault(
         "host memory",
         variable("KV_CACHE_MEMORY", "100%"),

@@ -64,6 +64,7 @@ def test_a_request_is_explained_and_counted(service: Service, crowd: Crowd) -> N
         "prompt": usage["prompt_tokens"],
         "cached": cached,
         "output": usage["completion_tokens"],
+        "from_host": 0,
     }
     assert usage["completion_tokens"] == 48
 

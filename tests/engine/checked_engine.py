@@ -1,7 +1,7 @@
 """Engine whose tokens are all known beforehand, with its state checked at each step.
 
-Nothing runs beside the test: adapters load when the test says so and the clock counts steps, so
-every failure can be repeated.
+Nothing runs beside the test: adapters load and pages arrive from the host when the test says so,
+and the clock counts steps, so every failure can be repeated.
 """
 
 from collections import Counter, defaultdict
@@ -17,6 +17,7 @@ import pytest
 
 from lorikeet_engine.adapter import AdapterRef
 from lorikeet_engine.errors import AdapterError, StepFailed
+from lorikeet_engine.execution import page_copies
 from lorikeet_engine.models.batch import Batch
 from lorikeet_engine.request import (
     Failed,
@@ -28,6 +29,7 @@ from lorikeet_engine.request import (
 )
 from lorikeet_engine.residency import loader, requested_adapters, tiers
 from lorikeet_engine.scheduling.draft_budget import MOST_DRAFTED
+from lorikeet_engine.scheduling.host_pages import Fetch
 from lorikeet_engine.scheduling.sequence import Sequence, SequenceStatus
 from tests.engine.blobs import Shelf
 from tests.engine.hash_model import PAGE, SHAPE, build, predict, predict_scores, shift_of
@@ -63,14 +65,17 @@ class CheckedEngine:
         self.shelf = Shelf(folder / "blobs")
         self.refs = {name: self._make(name) for name in ADAPTERS}
         self.shelf.errors[BROKEN] = OSError("the connection was reset")
-        self.loads, self._now_s = ManualWorkers(), 0.0
+        self.loads, self.fetches, self._now_s = ManualWorkers(), ManualWorkers(), 0.0
         clock = SimpleNamespace(monotonic=lambda: self._now_s)
         with (
             mock.patch.object(loader, "Workers", return_value=self.loads),
+            mock.patch.object(page_copies, "Workers", return_value=self.fetches),
             mock.patch.object(tiers, "time", clock),
             mock.patch.object(requested_adapters, "time", clock),
         ):
             self.engine, self.model = build(folder, self.shelf, **settings)
+        if (copies := self.engine._page_copies) is not None:
+            copies._waits = True
         self.slots = self.engine._sampler.penalties.free
         self.model.before = self._check_batch
         self.model.after = lambda: self._break("after")
@@ -132,6 +137,11 @@ class CheckedEngine:
         if self.loads.work:
             self.loads.work.pop(which % len(self.loads.work))()
 
+    def fetch(self) -> None:
+        """Copy the pages of the oldest fetch from the host, if there is any."""
+        if self.fetches.work:
+            self.fetches.work.pop(0)()
+
     def step(self) -> None:
         """Step the engine; check its outputs and the resources that it holds."""
         self.sound, self._failing = False, set()
@@ -156,14 +166,21 @@ class CheckedEngine:
         self._now_s += 0.1
         self.sound = True
 
-    def drain(self) -> None:
-        """Step until all requests have ended; check that no resource is held."""
+    def drain_requests(self) -> None:
+        """Step until all requests have ended."""
         for _ in range(STEPS):
             self.load()
+            self.fetch()
             self.step()
             if not self.live:
                 break
         assert not self.live, "these never end"
+
+    def drain(self) -> None:
+        """Step until all requests have ended; check that no resource is held."""
+        self.drain_requests()
+        while self.fetches.work:
+            self.fetch()
         self.step()  # an abort takes effect in the next step
         live = self.engine.status().live
         assert (live.running, live.waiting, live.kv_pages_used) == (0, 0, 0)
@@ -230,9 +247,13 @@ class CheckedEngine:
                 assert not group or len(pages) <= self._most_windowed(sequence)
                 for index, page in enumerate(pages, before + 1):
                     holders[page].append((sequence, group, index * PAGE))
+        shared = {page: len(held) for page, held in holders.items()}
+        fetches = self._check_host()
+        for page in chain.from_iterable(pages for fetch in fetches for pages in fetch.kept):
+            shared[page] = shared.get(page, 0) + 1
         references = {page: count for page, count in enumerate(cache._references) if count}
-        assert {page: len(held) for page, held in holders.items()} == references
-        assert cache.used == len(holders)
+        assert shared == references
+        assert cache.used == len(shared)
         for shared in (held for held in holders.values() if len(held) > 1):
             assert len({_content(*holder) for holder in shared}) == 1
         assert not any(sequence.kv.pages for sequence in scheduler.waiting)
@@ -247,6 +268,26 @@ class CheckedEngine:
         slots = [s.penalty_slot.index for s in sequences if s.penalty_slot]
         assert len(set(slots)) == len(slots) == self.slots - self.engine._sampler.penalties.free
         assert not any(s.penalty_slot for s in scheduler.waiting)
+
+    def _check_host(self) -> list[Fetch]:
+        """Check that each slot on the host is free, has one page, or is read by a fetch; return the
+        fetches under way.
+        """
+        host, copies = self.engine._cache.host, self.engine._page_copies
+        if host is None or copies is None:
+            return []
+        under_way = list(copies._under_way)
+        assert host._holds == Counter(chain.from_iterable(each.arriving for each in under_way))
+        assert host._fetching == host._holds.total()
+        assert set(self.engine._cache._arriving.values()) == set(under_way)
+        assert sorted({*host._free, *host._pages, *host._holds}) == list(range(host.slots))
+        assert len(host._free) + len({*host._pages, *host._holds}) == host.slots
+        assert host._of_tenants == Counter(page.tenant for page in host._pages.values())
+        found = {slot: key for pages in host.pages_of for key, slot in pages.items()}
+        assert found == {slot: page.key for slot, page in host._pages.items()}
+        assert not host.to_store
+        assert not host.to_fetch
+        return under_way
 
     def _check_states(self, running: list[Sequence]) -> None:
         """Check that every slot of a state that is not free belongs to one running sequence."""

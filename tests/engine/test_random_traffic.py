@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from lorikeet_engine.execution import batch_builder
+from lorikeet_engine.execution.page_copies import RankPages
 from lorikeet_engine.request import SamplingParams
+from lorikeet_engine.scheduling.host_pages import HostPages
 from lorikeet_engine.scheduling.kv_cache import KVCache
 from tests.engine.checked_engine import ADAPTER_BYTES, BROKEN, GOOD, OTHER, CheckedEngine
 from tests.engine.half_right import draft_half_right
@@ -58,7 +60,7 @@ calls = st.tuples(
 
 class Traffic(RuleBasedStateMachine):
     overlap, windows, states, cached_states = False, WHOLE, False, 0
-    speculation = "off"
+    speculation, more = "off", {}
 
     @initialize(
         running=st.sampled_from((4, 5, 3, 2, 1)),
@@ -80,6 +82,7 @@ class Traffic(RuleBasedStateMachine):
             adapter_gpu_bytes=places * ADAPTER_BYTES,
             overlap=self.overlap,
             speculation=self.speculation,
+            **self.more,
         )
 
     @rule(calls=st.lists(calls, min_size=1, max_size=4))
@@ -124,6 +127,56 @@ class OverlappedTraffic(Traffic):
 
 class WindowedTraffic(Traffic):
     overlap, windows = True, WINDOWED
+
+
+class HostedTraffic(OverlappedTraffic):
+    """Traffic whose pages go to the host and come back, some damaged, at any moment."""
+
+    @initialize(
+        running=st.sampled_from((4, 5, 3, 2, 1)),
+        spare=st.sampled_from((20, 7, 3, 0)),
+        kv_pages=st.sampled_from((8, 10, 6, 4, 14)),
+        places=st.sampled_from((1, 2, 3)),
+        host_pages=st.sampled_from((40, 20, 8, 1)),
+        room=st.sampled_from((40, 40, 3, 1)),
+        windows=st.sampled_from((WHOLE, WINDOWED)),
+        overlap=st.sampled_from((True, True, False)),
+    )
+    def begin(self, running, spare, kv_pages, places, host_pages, room, windows, overlap):
+        self.overlap, self.windows, self.patch = overlap, windows, pytest.MonkeyPatch()
+        self.more = {"kv_host_bytes": host_pages * (2 * 4 * 4 * PAGE + 8)}
+        self.patch.setattr(HostPages, "pays", lambda *_: True)
+        self.patch.setattr(RankPages, "room", room)
+        super().begin(running, spare, kv_pages, places)
+
+    @rule(
+        prompt=st.sampled_from(PROMPTS[8:]),
+        sampling=st.sampled_from([SamplingParams(2, seed=3), SamplingParams(9, seed=3)]),
+        adapter=st.sampled_from((None, GOOD)),
+        salt=st.sampled_from("ab"),
+        times=st.sampled_from((1, 20, 40)),
+    )
+    def answer(self, prompt, sampling, adapter, salt, times):
+        if sum(map(len, self.checked.live.values())) < MOST:
+            self.checked.submit(prompt, sampling=sampling, adapter=adapter, salt=salt)
+            self.checked.load()
+        self.step(times)
+
+    @rule(times=st.sampled_from((1, 2)))
+    def fetch(self, times):
+        for _ in range(times):
+            self.checked.fetch()
+        self.step(times)
+
+    @rule(slot=st.integers(0, 39), word=st.integers(0, 15))
+    def spoil(self, slot, word):
+        host = self.checked.engine._page_copies._own._host
+        host[slot % len(host), word] += 1
+
+    def teardown(self):
+        super().teardown()
+        if hasattr(self, "patch"):
+            self.patch.undo()
 
 
 class DraftedTraffic(OverlappedTraffic):
@@ -224,6 +277,12 @@ class TestWindowedTraffic(WindowedTraffic.TestCase):
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 class TestMuchWindowedTraffic(WindowedTraffic.TestCase):
+    settings = settings(max_examples=4000, stateful_step_count=80, deadline=None)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+class TestMuchHostedTraffic(HostedTraffic.TestCase):
     settings = settings(max_examples=4000, stateful_step_count=80, deadline=None)
 
 

@@ -202,6 +202,7 @@ def test_status_shows_every_replica(gateway: Gateway) -> None:
             "kv_pages_total": 4,
             "fp8_kv": False,
             "states": None,
+            "host_pages": None,
             "arena_bytes_used": 5,
             "arena_bytes_total": 6,
             "adapters": [

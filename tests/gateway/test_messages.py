@@ -590,7 +590,7 @@ def test_why_and_usage_know_a_message_by_its_own_id(own_gateway: Gateway) -> Non
     message = own_gateway.anthropic().messages.create(model=MODEL, max_tokens=9, messages=HELLO)
     why = explained(own_gateway, message.id)
     assert message.id.endswith(why["id"])
-    assert why["tokens"] == {"prompt": 25, "cached": 20, "output": 7}
+    assert why["tokens"] == {"prompt": 25, "cached": 20, "output": 7, "from_host": 0}
 
 
 def test_limits_hold_for_messages_as_for_chats(own_gateway: Gateway) -> None:

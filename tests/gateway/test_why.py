@@ -103,7 +103,7 @@ def test_a_finished_request_is_explained_completely(gateway: Gateway) -> None:
     assert (found["outcome"], found["code"]) == ("finished", None)
     assert (found["replica"], found["residency"], found["load_ms"]) == ("replica-7", "host", 3.0)
     assert found["replica_status"] == {"running": 5, "waiting": 2}
-    assert found["tokens"] == {"prompt": 12, "cached": 8, "output": 34}
+    assert found["tokens"] == {"prompt": 12, "cached": 8, "output": 34, "from_host": 0}
     assert (found["preemptions"], found["retries"]) == (2, 1)
     sources = {
         "lookup": {"drafted": 18, "accepted": 12},
@@ -181,7 +181,7 @@ def test_a_tenant_sees_only_its_own_requests(gateway: Gateway) -> None:
     gateway.engines.replay = told
     request_id = gateway.post(CHAT, chat()).headers["x-request-id"]
     found = ask(gateway, request_id, "acme")
-    assert found["tokens"] == {"prompt": 12, "cached": 8, "output": 34}
+    assert found["tokens"] == {"prompt": 12, "cached": 8, "output": 34, "from_host": 0}
     assert not {"attempts", "replica_status"} & found.keys()
     unknown = "0" * 32
     answers = [

@@ -37,6 +37,12 @@ def test_every_number_of_the_status_has_its_metric() -> None:
     assert page.total("lorikeet_state_bytes") == 21
     for event, times in (("restored", 22), ("saved", 23), ("evicted", 24)):
         assert page.total("lorikeet_state_events_total", event=event) == times
+    for state, pages in (("used", 31), ("total", 60)):
+        assert page.total("lorikeet_kv_host_pages", state=state) == pages
+    assert page.total("lorikeet_kv_host_page_bytes") == 32
+    for event, times in (("stored", 33), ("fetched", 34), ("evicted", 35), ("damaged", 36)):
+        assert page.total("lorikeet_kv_host_page_events_total", event=event) == times
+    assert page.total("lorikeet_kv_host_tokens_total") == 37
     assert page.total("lorikeet_preemptions_total") == 15
     assert page.total("lorikeet_tensor_parallel") == 2
     rounded = {"weights": "nf4, rounded to fp8", "kv_cache": "fp8"}
@@ -50,6 +56,11 @@ def test_every_number_of_the_status_has_its_metric() -> None:
     for name in ("seconds", "sequences", "adapters"):
         assert page.total(f"lorikeet_step_{name}_count", replica="r0", base_model="tiny") == 3
     assert page.total("lorikeet_inter_token_latency_seconds_count", residency="none") == 3
+
+
+def test_an_engine_without_pages_on_the_host_has_no_metrics_of_them() -> None:
+    page = page_of(replace(engine_status(), host_pages=None))
+    assert not page.labels("lorikeet_kv_host_pages", "state")
 
 
 def test_a_model_without_delta_nets_has_no_metrics_of_states() -> None:

@@ -23,7 +23,13 @@ from lorikeet_engine.execution.calibration import measure_step_costs
 from lorikeet_engine.execution.memory_plan import (
     count_slots,
     count_states_and_pages,
+    keeps_pages_on_host,
     page_needs,
+)
+from lorikeet_engine.execution.page_copies import (
+    AllocateHostPages,
+    PageCopies,
+    allocate_rank_pages,
 )
 from lorikeet_engine.execution.rank_rows import RankRows
 from lorikeet_engine.execution.ranks import BuildRunner, CountPages, OneRank, start_ranks
@@ -79,6 +85,7 @@ class Assembly:
         without sampling.
     draft_budget: chooses the drafted tokens of steps; None without speculation.
     ranks: processes that compute the model; just this one without tensor parallelism.
+    page_copies: copies of KV pages to and from host memory; None without memory for them.
     """
 
     runner: ModelRunner
@@ -90,10 +97,13 @@ class Assembly:
     forced_budget: ForcedBudget
     draft_budget: DraftBudget | None
     ranks: OneRank
+    page_copies: PageCopies | None
 
     def close(self) -> None:
         """Stop loading adapters, and end the processes of the other GPUs."""
         self.tiers.close()
+        if self.page_copies is not None:
+            self.page_copies.close()
         self.ranks.close()
 
 
@@ -138,6 +148,12 @@ def _assemble(
         runner, kv_pages = build_runner(model, tiers.weights, sampler, settings, start, ranks)
         with start.stage("step costs"):
             step_costs = measure_step_costs(runner, kv_pages, tiers.arena, model.shape, settings)
+        page_copies = None
+        if keeps_pages_on_host(model.shape, settings):
+            with start.stage("KV pages on the host"):
+                page_copies = _page_copies(runner, settings, ranks, wake)
+        elif settings.kv_host_bytes:
+            log.warning("kv_pages_not_on_host", extra={"error": "the model has states"})
     except BaseException:
         tiers.close()
         raise
@@ -156,8 +172,32 @@ def _assemble(
         goal_s = settings.inter_token_goal_s
         draft_budget = DraftBudget(step_costs, runner.small_sizes, goal_s, pieces)
     return Assembly(
-        runner, sampler, tiers, kv_pages, info, step_budget, forced_budget, draft_budget, ranks
+        runner,
+        sampler,
+        tiers,
+        kv_pages,
+        info,
+        step_budget,
+        forced_budget,
+        draft_budget,
+        ranks,
+        page_copies,
     )
+
+
+def _page_copies(
+    runner: ModelRunner, settings: EngineSettings, ranks: OneRank, wake: Callable[[], None]
+) -> PageCopies | None:
+    """Allocate host memory for KV pages in all ranks; return None if that is impossible.
+
+    wake: called when pages have been copied to the GPU.
+    """
+    ranks.announce(AllocateHostPages())
+    allocated = allocate_rank_pages(runner.kv, settings, len(runner.kv_windows), ranks.least)
+    if allocated is None:
+        return None
+    page_bytes = runner.kv[:, :, :1].nbytes
+    return PageCopies(*allocated, page_bytes, ranks.followers, wake)
 
 
 def load_weights(

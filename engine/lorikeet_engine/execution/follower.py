@@ -13,6 +13,13 @@ from lorikeet_engine.execution.assembly import load_weights
 from lorikeet_engine.execution.batch_builder import LogitsInput
 from lorikeet_engine.execution.leading_runner import RunStep
 from lorikeet_engine.execution.memory_plan import count_slots, count_states_and_pages
+from lorikeet_engine.execution.page_copies import (
+    AllocateHostPages,
+    FetchPages,
+    RankPages,
+    StorePages,
+    allocate_rank_pages,
+)
 from lorikeet_engine.execution.rank_rows import RowAnswer, RowQuestion
 from lorikeet_engine.execution.ranks import BuildRunner, CountPages, StartFollower, rank_device
 from lorikeet_engine.execution.runner_parts import RunnerParts
@@ -65,11 +72,14 @@ class Follower:
         self._runner: ModelRunner | None = None
         self._copies = Workers(1, "copies")
         self._steps = Workers(1, "steps")
+        self._host_pages: RankPages | None = None
+        self._fetches: Workers | None = None  # with host memory for KV pages
 
     def do(self, message: object) -> None:
         """Carry out a command of the leader. Commands must come in the order they were sent.
 
-        message: a RunStep, CopyImage, BuildRunner, CountPages, or a command of the arena.
+        message: a RunStep, CopyImage, BuildRunner, CountPages, a command of page_copies.py or of
+            the arena.
         """
         match message:
             case RunStep():
@@ -81,6 +91,13 @@ class Follower:
                 self._runner = self._parts.build(pages, slots)
             case CountPages():
                 self._count_pages()
+            case AllocateHostPages():
+                self._allocate_host_pages()
+            case StorePages(copies):
+                assert self._host_pages is not None, "pages without host memory for them"
+                self._host_pages.store(copies)
+            case FetchPages():
+                self._fetch_pages(message)
             case command:
                 self._arena.run(command)  # type: ignore[arg-type]
 
@@ -114,6 +131,37 @@ class Follower:
             self._stages,
             lambda number: self._group.minimum((number,))[0],
         )
+
+    def _allocate_host_pages(self) -> None:
+        assert self._runner is not None, "host memory before there are KV pages"
+        runner, settings = self._runner, self._settings
+        allocated = allocate_rank_pages(
+            runner.kv,
+            settings,
+            len(runner.kv_windows),
+            lambda number: self._group.minimum((number,))[0],
+        )
+        if allocated is not None:
+            self._host_pages, _ = allocated
+            self._fetches = Workers(1, "kv-pages")
+
+    def _fetch_pages(self, message: FetchPages) -> None:
+        assert self._host_pages is not None, "pages without host memory for them"
+        assert self._fetches is not None, "pages without a thread that fetches them"
+        fetch = self._host_pages.fetch(message.copies)
+
+        def report() -> None:
+            try:
+                damaged = fetch()
+            except Exception:
+                log.exception("kv_pages_not_fetched")
+                damaged = len(message.copies)
+            self._report(CopyReport(message.number, damaged))
+
+        if self._device.type == "cuda":
+            self._fetches.submit(report, urgent=True)
+        else:
+            report()
 
     def _run(self, message: RunStep) -> None:
         runner, step = self._runner, message.step

@@ -69,8 +69,8 @@ class _Matched(NamedTuple):
 
         The first row's matcher is copied, that of a later row advances.
         """
-        matcher = self.matcher if self.ahead else self.matcher.copy()
         try:
+            matcher = self.matcher if self.ahead else self.matcher.copy()
             matcher.accept(self.drafted[0])
             ends = matcher.must_end
         except BaseException:  # comes again if the token is sampled

@@ -17,6 +17,7 @@ from lorikeet_engine.adapter_format import BaseShape
 from lorikeet_engine.device.memory import MemoryShare, gib, resolve
 from lorikeet_engine.errors import SettingsError
 from lorikeet_engine.execution.kv_tensors import allocate_states, kv_shape
+from lorikeet_engine.execution.page_copies import buffer_bytes
 from lorikeet_engine.models.config import ModelConfig
 from lorikeet_engine.parallel.shard import WHOLE, Shard
 from lorikeet_engine.scheduling.page_needs import PageNeeds
@@ -33,7 +34,7 @@ class MemoryPlan:
 
     weights: bytes of the base model's weights.
     slot_pool: bytes of the adapters' weights.
-    steps: bytes that the largest step and the CUDA graphs take.
+    steps: bytes that the largest step, the CUDA graphs and copies of KV pages take.
     states: bytes of the states of delta nets; 0 for a model without delta nets.
     cached_states: number of these states that do not belong to running sequences.
     kv: bytes of the KV pages.
@@ -82,7 +83,7 @@ def plan_memory(
     return MemoryPlan(
         weights=weights,
         slot_pool=memory.bytes["slot pool"],
-        steps=memory.bytes["steps and graphs"],
+        steps=memory.bytes["steps and graphs"] + _copy_bytes(config, shape, settings),
         states=memory.bytes.get("states", 0),
         cached_states=max(0, slots - least_states(settings)),
         kv=pages * page_bytes,
@@ -177,10 +178,11 @@ def count_pages(
     Raises SettingsError if the allowed memory is too little for one sequence, or more than is free.
     """
     page_bytes, needs = _page_bytes(config, shape, settings), page_needs(config, settings)
-    kv_bytes = resolve(settings.kv_bytes, memory.free)
+    free = memory.free - _copy_bytes(config, shape, settings)
+    kv_bytes = resolve(settings.kv_bytes, free)
     pages, context = kv_bytes // page_bytes, settings.max_context or settings.page_size
     needed = needs.in_steps(context)
-    if pages >= needed and kv_bytes <= memory.free:
+    if pages >= needed and kv_bytes <= free:
         return pages
     raise SettingsError(
         f"kv_bytes={settings.kv_bytes}: room for {needs.tokens(pages, context)} tokens in "
@@ -214,6 +216,22 @@ def page_needs(config: ModelConfig, settings: EngineSettings) -> PageNeeds:
 def _page_bytes(config: ModelConfig, shape: BaseShape, settings: EngineSettings) -> int:
     size = kv_shape(config, shape, 1, settings.page_size, settings.device)
     return math.prod(size) * settings.torch_kv_dtype.itemsize
+
+
+def _copy_bytes(config: ModelConfig, shape: BaseShape, settings: EngineSettings) -> int:
+    """Return the bytes that copies of KV pages to and from the host take on each GPU."""
+    if not keeps_pages_on_host(shape, settings):
+        return 0
+    page, groups = _page_bytes(config, shape, settings), len(config.kv_groups.windows)
+    return buffer_bytes(page, settings, groups)
+
+
+def keeps_pages_on_host(shape: BaseShape, settings: EngineSettings) -> bool:
+    """Whether KV pages that leave the prefix cache are kept in host memory.
+
+    Prefixes of a model with states are found only by a state, and states are not kept there.
+    """
+    return settings.kv_host_bytes > 0 and shape.recurrent is None
 
 
 def step_bytes(config: ModelConfig, shape: BaseShape, settings: EngineSettings) -> int:

@@ -16,6 +16,7 @@ import torch
 
 from lorikeet_engine.errors import DeviceLost, SettingsError
 from lorikeet_engine.execution.leading_runner import LeadingRunner
+from lorikeet_engine.execution.page_copies import AllocateHostPages
 from lorikeet_engine.execution.steps import ModelRunner
 from lorikeet_engine.models.config import ModelConfig
 from lorikeet_engine.parallel.followers import Followers
@@ -74,7 +75,7 @@ class OneRank:
         """Return the smallest number that any rank passes to this method."""
         return number
 
-    def announce(self, message: BuildRunner | CountPages) -> None:
+    def announce(self, message: BuildRunner | CountPages | AllocateHostPages) -> None:
         """Do nothing: there are no other ranks. LeadingRank has them carry out the command."""
 
     def runner(self, *parts: Any) -> ModelRunner:
@@ -134,7 +135,7 @@ class LeadingRank(OneRank):
         with _in_reach():
             return self.group.minimum((number,))[0]
 
-    def announce(self, message: BuildRunner | CountPages) -> None:
+    def announce(self, message: BuildRunner | CountPages | AllocateHostPages) -> None:
         """Have the other ranks carry out a command; the caller carries it out in this rank."""
         self.followers.send(message)
 

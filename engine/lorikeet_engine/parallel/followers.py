@@ -42,7 +42,8 @@ class CopyReport(NamedTuple):
     """Report of a follower that it has finished a copy to its GPU.
 
     copy: number of the copy, as in the leader's command.
-    total: checksum (word_sum) of the copied bytes as they arrived on the GPU.
+    total: checksum (word_sum) of the copied bytes as they arrived on the GPU; for KV pages, the
+        number of damaged ones.
     """
 
     copy: int

@@ -5,7 +5,8 @@ sequences behind it in fair order (waiting_queue.py) must then wait as well:
 
 adapter is not on the GPU         none: later sequences overtake.
 another sequence computes the     none: later sequences overtake until the pages can be shared.
-same prefix
+same prefix, or its pages come
+from host memory
 other adapters use up the step's  none, until MAX_OVERTAKES sequences with adapters have overtaken.
 number of adapters, Σ of ranks,   Then, once the sequence is its tenant's next, capacity is reserved
 or GPU memory                     for it: no other sequence with an adapter begins before it. In the

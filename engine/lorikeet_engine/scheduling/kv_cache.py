@@ -17,6 +17,9 @@ saved before in the same answer. So an answer of any length leaves one cached st
 next turn of a chat begins near the answer's end. With a copy that costs as much as a prompt token,
 an answer of A tokens and probability p of a next turn, an interval of √(2 A / p) tokens costs
 least: 64 for A = 600 and p = 0.3.
+
+Pages that leave the cache may be stored in host memory (host_pages.py). A waiting sequence whose
+prefix continues there fetches the pages before it begins.
 """
 
 import hashlib
@@ -24,11 +27,12 @@ import json
 from array import array
 from bisect import bisect_left
 from collections import ChainMap, Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from itertools import chain, zip_longest
 from typing import NamedTuple
 
 from lorikeet_engine.kernels.delta_net import CHUNK
+from lorikeet_engine.scheduling.host_pages import CachedPage, Fetch, HostPages, PageCopy
 from lorikeet_engine.scheduling.page_needs import PageNeeds
 from lorikeet_engine.scheduling.page_pool import PagePool
 from lorikeet_engine.scheduling.state_pool import StatePool
@@ -157,6 +161,12 @@ class SequencePages:
     backup: slot for the state before a step with drafted tokens; None without such a step.
     rolled_back: whether the next step begins with the state in `backup`.
     tokens: tokens that the host knows, at first the prompt; new ones are only appended.
+    tenant: tenant for whom the tokens are computed.
+    fetch: last fetch of pages from host memory that the sequence waited for; None if there was none
+        since it last had pages.
+    has_fetched: whether the sequence has begun a fetch since it last had pages.
+    cached_before: number of tokens that were cached on the GPU when the sequence began to wait for
+        `fetch`.
     """
 
     __slots__ = (
@@ -167,8 +177,11 @@ class SequencePages:
         "awaited",
         "background",
         "backup",
+        "cached_before",
         "computed",
+        "fetch",
         "first",
+        "has_fetched",
         "pages",
         "restore",
         "rolled_back",
@@ -177,12 +190,18 @@ class SequencePages:
         "saving",
         "score_from",
         "state",
+        "tenant",
         "tokens",
         "written",
     )
 
     def __init__(
-        self, tokens: TokenIds, prompt_keys: PageKeys, *, background: bool = False
+        self,
+        tokens: TokenIds,
+        prompt_keys: PageKeys,
+        tenant: str = "",
+        *,
+        background: bool = False,
     ) -> None:
         """Start without pages.
 
@@ -200,7 +219,9 @@ class SequencePages:
         self.save_at: tuple[int, ...] = ()
         self.saving: dict[int, int] = {}
         self.saved = self.answered = 0
-        self.tokens, self._prompt_keys = tokens, prompt_keys
+        self.fetch: Fetch | None = None
+        self.has_fetched, self.cached_before = False, 0
+        self.tokens, self._prompt_keys, self.tenant = tokens, prompt_keys, tenant
         self._keys = prompt_keys.keys  # shared until the sequence has more keys
 
     def adapter_of(self, page: int) -> str | None:
@@ -212,6 +233,11 @@ class SequencePages:
     def pages_of_base(self) -> int:
         """Number of first pages that no adapter changes, if an adapter changes a later one."""
         return self._prompt_keys.pages_of_base
+
+    @property
+    def tokens_of_host(self) -> int:
+        """Number of first tokens computed or cached that were cached only on the host before."""
+        return 0 if self.fetch is None else max(0, self.computed - self.cached_before)
 
     def keys(self, pages: int) -> list[bytes]:
         """Return the cache keys of the first `pages` pages, which the sequence must fill."""
@@ -249,6 +275,7 @@ class KVCache(PagePool):
     states: slots for states of delta nets; None for a model without delta nets.
     state_piece: states are saved only behind multiples of this many tokens of a chunk, as kernels
         compute chunks in such pieces. Decodes save a state once per so many tokens.
+    host: host memory for pages that leave the cache; None without. Not for models with states.
     """
 
     state_piece = CHUNK
@@ -260,6 +287,7 @@ class KVCache(PagePool):
         windows: tuple[int | None, ...] = (None,),
         step_tokens: int = 0,
         states: StatePool | None = None,
+        host: HostPages | None = None,
     ) -> None:
         super().__init__(pages, len(windows))
         self.page_size = page_size
@@ -268,7 +296,8 @@ class KVCache(PagePool):
         # For sequences in the foreground and in the background (True): key → number of them that
         # are about to write such a page.
         self._unwritten: dict[bool, Counter[bytes]] = {False: Counter(), True: Counter()}
-        self.states = states
+        self.states, self.host = states, host
+        self._arriving: dict[tuple[int, bytes], Fetch] = {}  # by group of layers and key
 
     def pages_for(self, tokens: int) -> int:
         """Return the number of pages, in one group of layers, that hold `tokens` tokens."""
@@ -363,6 +392,58 @@ class KVCache(PagePool):
         kv.awaited = keys[end - 1] if end > found else None
         return end > found
 
+    def awaits_fetch(self, kv: SequencePages, spare: int) -> bool:
+        """Whether a sequence without pages waits for pages of its prefix from host memory.
+
+        Begins to fetch pages if that pays, once for each time that the sequence waits.
+
+        spare: number of other sequences; one free page per group is left for each of them.
+        """
+        if self.host is None:
+            return False
+        if kv.fetch is not None and not kv.fetch.over:
+            return True
+        keys, (hit, end) = kv.shareable_keys(), self._hit_with_host(kv.shareable_keys())
+        if end <= hit:
+            return False
+        begins = [0] * self._whole
+        begins += [self._needs.first(end * self.page_size)] * self._windowed
+        lacking = [
+            (group, key)
+            for group, begin in enumerate(begins)
+            for key in keys[begin:end]
+            if key not in self._pages_of[group]
+        ]
+        fetch = next((self._arriving[each] for each in lacking if each in self._arriving), None)
+        if fetch is None and not kv.has_fetched:
+            size = self.page_size
+            if self.host.pays(len(lacking), (end - hit) * size, hit * size):
+                kept = [
+                    [pages[key] for key in keys[begin:end] if key in pages]
+                    for pages, begin in zip(self._pages_of, begins, strict=True)
+                ]
+                fetch = self._begin_fetch(lacking, kept, spare)
+                kv.has_fetched = fetch is not None
+        if fetch is not None:
+            kv.fetch, kv.cached_before = fetch, hit * self.page_size
+        return fetch is not None
+
+    def end_fetch(self, fetch: Fetch, damaged: bool) -> None:
+        """Let sequences share the pages that a fetch has brought; drop them if they are damaged."""
+        assert self.host is not None, "a fetch without a host"
+        for cached, (slot, page) in zip(fetch.arriving.values(), fetch.copies, strict=True):
+            del self._arriving[cached.group, cached.key]
+            if not damaged and self.host.has(cached, slot):
+                self.publish(page, cached.key, cached.adapter, cached.group, cached.tenant)
+        if damaged:
+            self.host.counts.damaged += len(fetch.copies)
+            self.host.forget(fetch.arriving)
+        else:
+            self.host.counts.fetched += len(fetch.copies)
+        self.host.drop_holds(fetch.arriving)
+        self._release_all(fetch.kept)
+        fetch.over = True
+
     def reach(self, kv: SequencePages, tokens: int, spare: int) -> int:
         """Return the number of tokens, at most `tokens`, for which a sequence can have pages.
 
@@ -410,7 +491,7 @@ class KVCache(PagePool):
             before = 0 if group < self._whole else kv.first
             written = pages[first - before : full - before]
             for page, key, adapter in zip(written, keys[first:], adapters, strict=True):
-                self.publish(page, key, adapter, group)
+                self.publish(page, key, adapter, group, kv.tenant)
         if self._windowed:
             self._give_back(kv, self._needs.first(full * self.page_size))
 
@@ -425,7 +506,7 @@ class KVCache(PagePool):
                 self.states.release(slot)
             kv.state, kv.save_at, kv.saving = None, (), {}
             kv.saved = kv.answered = 0
-        kv.pages = []
+        kv.pages, kv.fetch, kv.has_fetched = [], None, False
         kv.first = kv.computed = kv.written = kv.announced = 0
 
     def back_up_state(self, kv: SequencePages) -> bool:
@@ -487,14 +568,48 @@ class KVCache(PagePool):
         """Remove these keys in all groups, so that no sequence finds their pages and states."""
         keys = list(keys)
         super().forget_keys(keys)
-        if self.states is not None:
-            self.states.forget_keys(keys)
+        for kept in (self.states, self.host):
+            if kept is not None:
+                kept.forget_keys(keys)
 
     def forget_adapter(self, digest: str) -> None:
         """Remove the keys of all pages and states computed with an adapter."""
         super().forget_adapter(digest)
-        if self.states is not None:
-            self.states.forget_adapter(digest)
+        for kept in (self.states, self.host):
+            if kept is not None:
+                kept.forget_adapter(digest)
+
+    def _evict(self, page: int, key: bytes) -> None:
+        if self.host is not None:
+            of = self._groups[page], key, self._adapters[page], self._tenants[page]
+            self.host.store(CachedPage(*of), page)
+        super()._evict(page, key)
+
+    def _begin_fetch(
+        self, lacking: list[tuple[int, bytes]], kept: list[list[int]], spare: int
+    ) -> Fetch | None:
+        """Give pages to a fetch; return None if too few are free.
+
+        lacking: group of layers and key of each page to fetch.
+        kept: for each group of layers, pages of the prefix that are cached on the GPU; the fetch
+            keeps them there.
+        spare: number of other sequences; one free page per group is left for each of them.
+        """
+        assert self.host is not None, "a fetch without a host"
+        for pages in kept:
+            self.share(pages)
+        if self.pages_lacking(len(lacking), spare) > 0:
+            self._release_all(kept)
+            return None
+        # Held before pages are taken: pages that these evict are stored in other slots.
+        arriving = self.host.hold(self.host.pages_of[group][key] for group, key in lacking)
+        taken = self.take(len(lacking))
+        fetch = Fetch(arriving, tuple(map(PageCopy, arriving, taken)), kept)
+        for cached, page in zip(arriving.values(), taken, strict=True):
+            self._arriving[cached.group, cached.key] = fetch
+            kept[cached.group].append(page)
+        self.host.to_fetch.append(fetch)
+        return fetch
 
     def _take_to_save(self, kv: SequencePages, tokens: int) -> int | None:
         """Give a slot for the state behind a sequence's first `tokens` tokens, if one is free."""
@@ -548,16 +663,37 @@ class KVCache(PagePool):
             self.states.drop_hold(slot)
         return slot
 
-    def _hit(self, keys: list[bytes], most: int) -> int:
+    def _hit_with_host(self, keys: list[bytes]) -> tuple[int, int]:
+        """Return the number of pages of the longest prefix that is cached on the GPU, and of the
+        longest that is cached on the GPU and the host together.
+        """
+        assert self.host is not None, "no pages on the host"
+        cached = len(self.find(keys)) if self._whole else 0
+        hit = self._hit(keys, cached)
+        if hit == len(keys):
+            return hit, hit
+        both = [ChainMap(*pair) for pair in zip(self._pages_of, self.host.pages_of, strict=True)]
+        whole = both[: self._whole]
+        end = next((i for i in range(hit, len(keys)) if any(keys[i] not in p for p in whole)), -1)
+        return hit, self._hit(keys, len(keys) if end < 0 else end, both)
+
+    def _hit(
+        self,
+        keys: list[bytes],
+        most: int,
+        pages_of: Sequence[Container[bytes]] | None = None,
+    ) -> int:
         """Return the number of pages of the longest prefix that can be shared from the cache.
 
         In groups with a window, only the pages of the prefix's last window must be cached.
 
         most: number of the pages with these keys that are cached in the first group; ignored if all
             groups have windows.
+        pages_of: for each group of layers, the keys of its cached pages; None: those on the GPU.
         """
-        end, windowed = most if self._whole else len(keys), self._pages_of[self._whole :]
-        for pages in self._pages_of[1 : self._whole]:
+        pages_of = self._pages_of if pages_of is None else pages_of
+        end, windowed = most if self._whole else len(keys), pages_of[self._whole :]
+        for pages in pages_of[1 : self._whole]:
             end = next((i for i in range(end) if keys[i] not in pages), end)
         at = end
         while at > self._needs.first(end * self.page_size):

@@ -22,6 +22,7 @@ class PagePool:
         self._keys: list[bytes | None] = [None] * pages
         self._groups = [0] * pages  # meaningful only for pages with a key
         self._adapters: list[str | None] = [None] * pages  # digests; only for pages with a key
+        self._tenants = [""] * pages  # meaningful only for pages with a key
         self._pages_of: list[dict[bytes, int]] = [{} for _ in range(groups)]
         # Pages without references in the order they are given out; those without a key come first.
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(pages))
@@ -63,16 +64,19 @@ class PagePool:
         taken: list[int] = []
         for _ in range(count):
             page, _ = self._free.popitem(last=False)
-            key = self._keys[page]
-            if key is not None:
-                del self._pages_of[self._groups[page]][key]
-                self._keys[page] = None
+            if (key := self._keys[page]) is not None:
+                self._evict(page, key)
             self._references[page] = 1
             taken.append(page)
         return taken
 
     def publish(
-        self, page: int, key: bytes, adapter_digest: str | None = None, group: int = 0
+        self,
+        page: int,
+        key: bytes,
+        adapter_digest: str | None = None,
+        group: int = 0,
+        tenant: str = "",
     ) -> None:
         """Let other sequences find a full page by its key.
 
@@ -80,11 +84,12 @@ class PagePool:
 
         adapter_digest: adapter under which the page was computed; None for the base model alone.
         group: index of the group of layers that the page belongs to.
+        tenant: tenant for whom the page was computed.
         """
         pages = self._pages_of[group]
         if self._keys[page] is None and key not in pages:
             self._keys[page], self._groups[page] = key, group
-            self._adapters[page] = adapter_digest
+            self._adapters[page], self._tenants[page] = adapter_digest, tenant
             pages[key] = page
 
     def forget(self, pages: Iterable[int]) -> None:
@@ -95,8 +100,7 @@ class PagePool:
         for page in pages:
             key = self._keys[page]
             if key is not None:
-                del self._pages_of[self._groups[page]][key]
-                self._keys[page] = None
+                self._forget(page, key)
                 if self._references[page] == 0:
                     self._free.move_to_end(page, last=False)
 
@@ -124,3 +128,11 @@ class PagePool:
                 self._free[page] = None
                 if self._keys[page] is None:
                     self._free.move_to_end(page, last=False)
+
+    def _evict(self, page: int, key: bytes) -> None:
+        """Remove the key of a cached page that is about to be given to a sequence."""
+        self._forget(page, key)
+
+    def _forget(self, page: int, key: bytes) -> None:
+        del self._pages_of[self._groups[page]][key]
+        self._keys[page] = None

@@ -135,6 +135,7 @@ class SequenceTimings:
     first_token_s: time at which the host read the first token.
     last_token_s: time at which the host read the latest token, by perf_counter.
     cached_tokens: prompt tokens found in the KV cache when the sequence first began.
+    host_tokens: those of the cached tokens whose pages came from host memory.
     preemptions: number of times that the sequence was preempted.
     steps: number of steps that the sequence took part in.
     drafts: numbers of drafted tokens by source; empty without any.
@@ -149,6 +150,7 @@ class SequenceTimings:
     first_token_s: float | None = None
     last_token_s: float | None = None
     cached_tokens: int = 0
+    host_tokens: int = 0
     preemptions: int = 0
     steps: int = 0
     drafts: dict[DraftSource, DraftCounts] = field(default_factory=dict)
@@ -173,6 +175,7 @@ class SequenceTimings:
             prefill_s=self.first_token_s - self.begun_s,
             decode_s=now_s - self.first_token_s,
             cached_tokens=self.cached_tokens,
+            host_tokens=self.host_tokens,
             preemptions=self.preemptions,
             steps=self.steps,
             drafts=tuple(self.drafts.values()),
@@ -267,8 +270,10 @@ class Sequence:
         self.lookup: PromptLookup | None = None
         self.drafted_from = DraftSource.LOOKUP
         self.prompt_length, self.length = len(self.prompt), len(self.tokens)
-        background = request.scheduling.background
-        self.kv = SequencePages(self.tokens, prompt_keys, background=background)
+        params = request.scheduling
+        self.kv = SequencePages(
+            self.tokens, prompt_keys, params.tenant, background=params.background
+        )
         self.adapter = None if prompt_keys.adapter_digest is None else request.adapter
         self.active_from = prompt_keys.active_from
         scored = made is None and choice % request.n == 0

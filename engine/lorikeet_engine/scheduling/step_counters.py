@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from lorikeet_engine.adapter import Residency
 from lorikeet_engine.request import DraftCounts, DraftSource
+from lorikeet_engine.scheduling.host_pages import HostPageCounts
 from lorikeet_engine.scheduling.sequence import Sequence
 from lorikeet_engine.scheduling.state_pool import StateCounts
 from lorikeet_engine.scheduling.step_budget import ExpectedStep
@@ -39,6 +40,7 @@ class StepCounters:
     inter_token_s: histograms of the time between two outputs of a choice, by the tier that held its
         adapter when the request came; None without an adapter.
     states: counts of cached states of delta nets.
+    host_pages: counts of KV pages in host memory.
     drafts: numbers of drafted tokens by source.
     """
 
@@ -46,15 +48,19 @@ class StepCounters:
         self.lookups = TierCounter(Residency)
         self.seconds, self.sequences, self.adapters = map(Histogram, (STEP_S, SIZES, SIZES))
         self.inter_token_s = {tier: Histogram(STEP_S) for tier in (None, *Residency)}
-        self.states = StateCounts()
+        self.states, self.host_pages = StateCounts(), HostPageCounts()
         self.preemptions = self.prompt_tokens = self.cached_tokens = self.output_tokens = 0
+        self.host_tokens = 0
         self.drafts = {source: DraftCounts(source, 0, 0) for source in DraftSource}
         self._read_s = 0.0  # time at which the last step was read
 
     def sequence_begun(self, sequence: Sequence) -> None:
-        """Count the prompt tokens of a choice that begins, and how many the KV cache had."""
+        """Count the prompt tokens of a choice that begins, how many the KV cache had, and how many
+        of these came from the host.
+        """
         self.prompt_tokens += sequence.prompt_length
         self.cached_tokens += sequence.timings.cached_tokens
+        self.host_tokens += sequence.timings.host_tokens
 
     def drafts_verified(self, sequence: Sequence, drafted: int, accepted: int) -> None:
         """Count drafted tokens of a sequence that a step has verified.

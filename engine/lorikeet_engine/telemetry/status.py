@@ -90,6 +90,29 @@ class StateUsage(NamedTuple):
     evicted: int
 
 
+class HostPageUsage(NamedTuple):
+    """KV pages in host memory, and counts since the start.
+
+    used: number of pages in host memory.
+    pages: number of pages for which host memory has room.
+    page_bytes: bytes of a page on each GPU.
+    stored: number of pages copied to the host.
+    fetched: number of pages copied back to the GPU.
+    evicted: number of pages replaced by others.
+    damaged: number of pages dropped because the checksum of their fetch was wrong.
+    tokens: number of prompt tokens whose pages came from the host.
+    """
+
+    used: int
+    pages: int
+    page_bytes: int
+    stored: int
+    fetched: int
+    evicted: int
+    damaged: int
+    tokens: int
+
+
 class EvictionCandidate(NamedTuple):
     """Adapter that would be evicted first from the GPU.
 
@@ -168,6 +191,7 @@ class EngineStatus:
     states: states of delta nets; None for a model without delta nets.
     moved: by digest, the new tier of each adapter whose tier has changed since the previous report.
         GPU means that requests can use the adapter now.
+    host_pages: KV pages in host memory; None without memory for them.
     """
 
     live: LiveStats = field(default_factory=LiveStats)
@@ -188,6 +212,7 @@ class EngineStatus:
     tensor_parallel: int = 1
     states: StateUsage | None = None
     moved: Mapping[str, Residency] = field(default_factory=dict)
+    host_pages: HostPageUsage | None = None
 
     @property
     def drafted_tokens(self) -> int:

@@ -79,14 +79,15 @@ def _fix(planned: PlannedStart, name: str) -> str:
 
 
 def check_host_memory(planned: PlannedStart) -> Iterator[Finding]:
-    """Check that host arenas and processes of all engines fit into host memory; on the CPU, the
-    models as well.
+    """Check that host arenas, KV pages and processes of all engines fit into host memory; on the
+    CPU, the models as well.
     """
     settings, host, engines = planned.settings, planned.host, planned.engines
     arenas = engines * settings.adapter_host_memory
     processes = planned.engine_gpus * _PROCESS_BYTES[planned.device]
     processes += settings.gateways * _GATEWAY_BYTES
-    needed, models = arenas + processes, 0
+    pages = engines * (settings.kv_host_memory or 0)
+    needed, models = arenas + pages + processes, 0
     if planned.device == "cpu":
         models = sum(
             settings.replicas[name] * settings.tensor_parallel[name] * plan.total
@@ -96,12 +97,15 @@ def check_host_memory(planned: PlannedStart) -> Iterator[Finding]:
         needed += models
     found = (
         f"{engines} {'engine' if engines == 1 else 'engines'}: host arenas {show_size(arenas)}, "
-        f"processes about {show_size(processes)}"
+        + (f"KV pages {show_size(pages)}, " if pages else "")
+        + f"processes about {show_size(processes)}"
         + (f", models {show_size(models)}" if models else "")
         + f"; {show_size(host.available)} of {show_size(host.memory)} are available"
     )
     room = (host.available - needed + arenas) // engines
     lower = f"LORIKEET_ADAPTER_HOST_MEMORY={room >> 20}MiB" if room > 2**26 else "fewer replicas"
+    if pages:
+        lower += ", a smaller LORIKEET_KV_HOST_MEMORY"
     if planned.device == "cpu" and planned.settings.kv_cache_memory != "auto":
         lower += ", a smaller LORIKEET_KV_CACHE_MEMORY"
     fix = f"{lower}, or a machine with more memory"

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from lorikeet.metrics.metric_builders import counter, gauge, histogram, residency_label
-from lorikeet_engine.telemetry.status import EngineInfo, EngineStatus, StateUsage
+from lorikeet_engine.telemetry.status import EngineInfo, EngineStatus, HostPageUsage, StateUsage
 
 
 def replica_metrics(status: EngineStatus, info: EngineInfo) -> Iterator[Metric]:
@@ -106,6 +106,8 @@ def _engine(status: EngineStatus) -> Iterator[Metric]:
     )
     if status.states is not None:
         yield from _states(status.states)
+    if status.host_pages is not None:
+        yield from _host_pages(status.host_pages)
     yield CounterMetricFamily(
         "lorikeet_preemptions_total",
         "Sequences that lost their KV pages or batch slot to others and are recomputed.",
@@ -150,6 +152,34 @@ def _states(states: StateUsage) -> Iterator[Metric]:
         "Sequences that began with a cached state, states cached, and cached states evicted.",
         "event",
         {"restored": states.restored, "saved": states.saved, "evicted": states.evicted},
+    )
+
+
+def _host_pages(pages: HostPageUsage) -> Iterator[Metric]:
+    yield gauge(
+        "lorikeet_kv_host_pages",
+        "KV pages in host memory, and room for in total.",
+        "state",
+        {"used": pages.used, "total": pages.pages},
+    )
+    yield GaugeMetricFamily(
+        "lorikeet_kv_host_page_bytes", "Bytes of one KV page on each GPU.", pages.page_bytes
+    )
+    yield counter(
+        "lorikeet_kv_host_page_events_total",
+        "KV pages copied to the host, copied back, replaced by others, and found damaged.",
+        "event",
+        {
+            "stored": pages.stored,
+            "fetched": pages.fetched,
+            "evicted": pages.evicted,
+            "damaged": pages.damaged,
+        },
+    )
+    yield CounterMetricFamily(
+        "lorikeet_kv_host_tokens_total",
+        "Prompt tokens whose KV pages came from host memory.",
+        pages.tokens,
     )
 
 

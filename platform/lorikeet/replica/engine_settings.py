@@ -37,6 +37,7 @@ def engine_settings(settings: Settings, base_model: str) -> EngineSettings:
         state_dtype=settings.state_dtype[base_model],
         adapter_dtype=_adapter_dtype(settings, device),
         kv_bytes=_memory(settings.kv_cache_memory, _DEFAULT_KV[device]),
+        kv_host_bytes=settings.kv_host_memory or 0,
         state_bytes=_memory(settings.state_memory, None),
         max_context=settings.max_context.get(base_model),
         max_batch_tokens=settings.max_batch_tokens,

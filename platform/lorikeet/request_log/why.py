@@ -52,7 +52,8 @@ def explain(record: RequestRecord, *, for_admin: bool) -> Json:
         "resumed": list(record.resumed),
     }
     if (usage := record.usage) is not None:
-        explanation["tokens"] = _tokens(usage)
+        from_host = sum(timings.host_tokens for timings in record.timings)
+        explanation["tokens"] = _tokens(usage) | {"from_host": from_host}
         explanation["preemptions"] = sum(timings.preemptions for timings in record.timings)
         drafts = record.drafts
         explanation["drafts"] = {

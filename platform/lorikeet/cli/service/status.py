@@ -31,10 +31,11 @@ def status(ctx: typer.Context, as_json: AsJson = False) -> None:
     print_line(f"Catalog at entry {answer['catalog_seq']}{_staleness(answer['catalog_age_s'])}")
     print_line(_pins(answer["pins"]))
     has_states = any(replica["states"] for replica in replicas)
-    states = ["#States"] if has_states else []
+    has_host = any(replica["host_pages"] for replica in replicas)
+    more = [*(["#States"] if has_states else []), *(["#Host KV"] if has_host else [])]
     print_table(
-        ["Replica", "Base model", "#Running", "#Waiting", "#KV pages", *states, "#Slot pool"],
-        [_replica_row(replica, has_states=has_states) for replica in replicas],
+        ["Replica", "Base model", "#Running", "#Waiting", "#KV pages", *more, "#Slot pool"],
+        [_replica_row(replica, has_states=has_states, has_host=has_host) for replica in replicas],
         empty="No replica has reported.",
     )
     print_table(
@@ -57,7 +58,7 @@ def _pins(counts: dict[str, int] | None) -> str:
     return f"Pins: {shown or 'none'}{why}"
 
 
-def _replica_row(replica: dict[str, Any], *, has_states: bool) -> list[Any]:
+def _replica_row(replica: dict[str, Any], *, has_states: bool, has_host: bool) -> list[Any]:
     quantization, gpus = replica["base_quantization"], replica["tensor_parallel"]
     return [
         replica["replica"],
@@ -69,6 +70,7 @@ def _replica_row(replica: dict[str, Any], *, has_states: bool) -> list[Any]:
         f"{replica['kv_pages_used']} of {replica['kv_pages_total']}"
         + (" in FP8" if replica["fp8_kv"] else ""),
         *([_states(replica["states"])] if has_states else []),
+        *([_host_pages(replica["host_pages"])] if has_host else []),
         f"{show_size(replica['arena_bytes_used'])} of {show_size(replica['arena_bytes_total'])}",
     ]
 
@@ -77,6 +79,10 @@ def _states(states: dict[str, int] | None) -> str | None:
     if states is None:
         return None
     return f"{states['running']} and {states['cached']} cached of {states['slots']}"
+
+
+def _host_pages(pages: dict[str, int] | None) -> str | None:
+    return None if pages is None else f"{pages['used']} of {pages['pages']}"
 
 
 def _adapter_rows(replicas: list[dict[str, Any]]) -> list[list[Any]]:

@@ -101,8 +101,9 @@ def _summary(found: Json) -> Iterator[str]:
         yield f"Its {farthest}adapter was on tier {found['residency']} when it came{waited}"
     tokens = found["tokens"]
     if tokens and any(tokens.values()):  # pushes and look-ups have none
+        from_host = f" ({there} on the host)" if (there := tokens.get("from_host")) else ""
         yield (
-            f"Tokens: {tokens['prompt']} in, {tokens['cached']} of them cached,"
+            f"Tokens: {tokens['prompt']} in, {tokens['cached']} of them cached{from_host},"
             f" {tokens['output']} out; {found['preemptions']} preemptions"
         )
     if (drafts := found["drafts"]) and drafts["drafted"]:

@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from lorikeet.errors import StoreError
 from lorikeet.gateway.admin.pin_report import PinReporter
-from lorikeet.gateway.admin.serializers import states_json
+from lorikeet.gateway.admin.serializers import host_pages_json, states_json
 from lorikeet.gateway.catalog_view import GatewayCatalogView
 from lorikeet.gateway.services import EngineClient
 from lorikeet.placement.pin_status import PinState, PinStatus
@@ -178,6 +178,7 @@ def _replicas_json(replicas: Sequence[ReplicaReport]) -> Json:
             "kv_pages_used": each.status.live.kv_pages_used,
             "kv_pages_total": each.status.live.kv_pages_total,
             "states": states_json(each),
+            "host_pages": host_pages_json(each),
             **{str(tier): _tier_json(held) for tier, held in each.status.tiers.items()},
             "blocks": [block_json(block) for block in each.adapters],
         }

@@ -218,6 +218,7 @@ def replica_json(report: ReplicaReport) -> Json:
         "kv_pages_total": live.kv_pages_total,
         "fp8_kv": report.fp8_kv,
         "states": states_json(report),
+        "host_pages": host_pages_json(report),
         "arena_bytes_used": gpu.used_bytes,
         "arena_bytes_total": gpu.capacity_bytes,
         "adapters": [_resident_json(adapter) for adapter in report.adapters],
@@ -228,6 +229,14 @@ def states_json(report: ReplicaReport) -> Json | None:
     """Return the counts of a replica's states of delta nets as JSON; None if it has none."""
     states = report.status.states
     return None if states is None else states._asdict()
+
+
+def host_pages_json(report: ReplicaReport) -> Json | None:
+    """Return the counts of a replica's KV pages in host memory as JSON; None without memory for
+    them.
+    """
+    pages = report.status.host_pages
+    return None if pages is None else pages._asdict()
 
 
 def _shortfall_json(shortfall: Shortfall) -> Json:

@@ -63,6 +63,7 @@ class Row {
     this.state = make("p", { class: "state" });
     this.kv = new Bar("KV pages");
     this.states = new Bar("States");
+    this.hostPages = new Bar("Host KV");
     this.host = new Bar("Host");
     this.disk = new Bar("Disk");
     this.caption = make("p", { class: "arena-caption" });
@@ -72,7 +73,7 @@ class Row {
       { class: "card replica", "aria-label": `Replica ${replica}` },
       make("div", { class: "who" }, make("h3", { title: replica }, replica), make("p", { class: "model" }, baseModel), this.state),
       make("div", { class: "memory" }, this.caption, this.arena.element),
-      make("div", { class: "bars" }, this.host.element, this.disk.element, this.kv.element, this.states.element),
+      make("div", { class: "bars" }, this.host.element, this.disk.element, this.kv.element, this.states.element, this.hostPages.element),
     );
   }
 
@@ -95,6 +96,11 @@ class Row {
     this.disk.show(disk.used_bytes, disk.total_bytes, `${bytesOf(disk.used_bytes, disk.total_bytes)} · ${count(disk.adapters)}`);
     const [pages, all] = [replica.kv_pages_used, replica.kv_pages_total];
     this.kv.show(pages, all, `${count(pages)} of ${count(all)}`);
+    this.hostPages.element.hidden = !replica.host_pages;
+    if (replica.host_pages) {
+      const { used, pages } = replica.host_pages;
+      this.hostPages.show(used, pages, `${count(used)} of ${count(pages)}`);
+    }
     this.states.element.hidden = !replica.states;
     if (replica.states) {
       const { running, cached, slots } = replica.states;

@@ -1,0 +1,362 @@
+"""Copies of KV pages between a rank's device and its host memory.
+
+On CUDA no step waits for a copy:
+
+    computing   gather pages into a half │ step that writes to these pages │ …
+    storing              copy the half to the host   │ (then the half may be filled again)
+    fetching    copy pages from the host to a buffer │ scatter them into pages │ …
+
+A page that is stored is first gathered into one of two halves of a buffer on the device, right
+before the step that may write to it. The leading rank stores pages only if a half is free; the
+others are dropped. A fetch scatters pages on a stream of its own, behind all steps launched so far,
+since the last one may still read what was in those pages. The host waits for its end before a
+sequence shares the pages.
+
+A page's row on the host ends with the checksum (checksums.py) of its words, which is computed on
+the device when the page is stored, and again when it is fetched.
+"""
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+
+from lorikeet_engine.device.async_copies import Download, upload
+from lorikeet_engine.errors import SettingsError
+from lorikeet_engine.parallel.followers import Followers, for_good
+from lorikeet_engine.residency.host_arena import host_memory
+from lorikeet_engine.residency.workers import Workers
+from lorikeet_engine.scheduling.host_pages import Fetch, PageCopy
+from lorikeet_engine.scheduling.kv_cache import KVCache
+from lorikeet_engine.settings import EngineSettings
+
+log = logging.getLogger(__name__)
+
+_WORD = torch.int64
+_HALF_BYTES = 256 << 20
+_PART_BYTES = 32 << 20
+_AT_ONCE_BYTES = 256 << 20  # 5 ms of the bus, as for adapters (residency/gpu/image_copies.py)
+_PARTS_UNDER_WAY = 2
+_ABANDON_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class AllocateHostPages:
+    """Command to allocate a rank's host memory for KV pages, with as many slots as each rank
+    has room for.
+    """
+
+
+@dataclass(frozen=True, slots=True)
+class StorePages:
+    """Command to copy pages to the host before the next step."""
+
+    copies: tuple[PageCopy, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FetchPages:
+    """Command to copy pages to the device, and to report the number of damaged ones.
+
+    number: number of the copy, negative: other numbers are those of adapters' images.
+    """
+
+    number: int
+    copies: tuple[PageCopy, ...]
+
+
+class RankPages:
+    """Host memory for KV pages of one rank, and copies to and from it.
+
+    kv: KV pages, as allocated by allocate_kv (kv_tensors.py).
+    host: memory of host_memory (residency/host_arena.py), int64: a row of words for each page, and
+        its checksum at the end.
+    """
+
+    def __init__(self, kv: torch.Tensor, host: torch.Tensor) -> None:
+        self.device = kv.device
+        self._kv = _words_of(kv)  # [pieces, pages, words]
+        self._memory = host  # stays page-locked as long as this very tensor exists
+        self._host = host.view(-1, len(self._kv) * self._kv.shape[2] + 1)
+
+    @property
+    def room(self) -> int:
+        """Number of pages that can be stored now."""
+        return len(self._host)
+
+    def store(self, copies: Sequence[PageCopy]) -> None:
+        """Copy pages to the host. Steps launched afterwards may write to the pages."""
+        for slot, page in copies:
+            row, words = self._host[slot], self._kv[:, page]
+            row[:-1] = words.reshape(-1)
+            row[-1] = words.sum()
+
+    def fetch(self, copies: Sequence[PageCopy]) -> Callable[[], int]:
+        """Prepare a copy of pages to the device, behind all steps launched so far.
+
+        Returns a function that copies, waits for the end and returns the number of damaged pages.
+        On CUDA it is to be called on another thread.
+        """
+        return partial(self._fetch, copies)
+
+    def _fetch(self, copies: Sequence[PageCopy]) -> int:
+        damaged = 0
+        for slot, page in copies:
+            row = self._host[slot]
+            damaged += int(row[:-1].sum() != row[-1])
+            self._kv[:, page] = row[:-1].view(len(self._kv), -1)
+        return damaged
+
+
+class CudaRankPages(RankPages):
+    """RankPages on a GPU; the host memory is page-locked."""
+
+    def __init__(self, kv: torch.Tensor, host: torch.Tensor, half: int, part: int) -> None:
+        """Allocate buffers on the device.
+
+        half: maximum number of pages to store before a step.
+        part: number of pages to copy to the device in one part.
+        """
+        super().__init__(kv, host)
+        self._storing = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        self._fetching = torch.cuda.Stream(self.device, priority=-1)  # type: ignore[no-untyped-call]
+
+        def rows(count: int) -> torch.Tensor:
+            return torch.empty(count, self._host.shape[1], dtype=_WORD, device=self.device)
+
+        self._halves, self._part = deque((rows(half), rows(half))), rows(part)
+        # By half, in the same order: the end of the last copy from it to the host.
+        self._stored: deque[torch.cuda.Event | None] = deque((None, None))
+        self.store([PageCopy(0, 0)])  # loads the kernels now, not during requests
+        if self.fetch([PageCopy(0, 0)])():
+            raise SettingsError("a KV page came back damaged from host memory")
+
+    @property
+    def room(self) -> int:
+        """Number of pages that can be stored now, without making a step wait."""
+        stored = self._stored[0]
+        is_free = stored is None or stored.query()  # type: ignore[no-untyped-call]
+        return len(self._halves[0]) if is_free else 0
+
+    def store(self, copies: Sequence[PageCopy]) -> None:
+        """Launch copies of pages to the host. Steps launched afterwards may write to the pages."""
+        half, stored = self._halves[0], self._stored[0]
+        self._halves.rotate()
+        self._stored.rotate()
+        computing = torch.cuda.current_stream(self.device)
+        if stored is not None:
+            computing.wait_event(stored)
+        for begin in range(0, len(copies), len(self._part)):
+            some = copies[begin : begin + len(self._part)]
+            rows = half[begin : begin + len(some)]
+            pages = self._kv.index_select(1, self._pages_of(some)).transpose(0, 1)
+            rows[:, :-1].view(pages.shape).copy_(pages)
+            rows[:, -1] = rows[:, :-1].sum(1)
+        self._storing.wait_stream(computing)
+        with torch.cuda.stream(self._storing):
+            for row, slot, count in _runs(copies):
+                into = self._host[slot : slot + count]
+                into.copy_(half[row : row + count], non_blocking=True)
+        self._stored[1] = self._storing.record_event()
+
+    def fetch(self, copies: Sequence[PageCopy]) -> Callable[[], int]:
+        """Prepare a copy of pages to the device, behind all steps and stores launched so far."""
+        launched = torch.cuda.current_stream(self.device).record_event()
+        return partial(self._fetch_behind, copies, launched, self._storing.record_event())
+
+    def _fetch_behind(
+        self, copies: Sequence[PageCopy], steps: torch.cuda.Event, stores: torch.cuda.Event
+    ) -> int:
+        """Copy pages from the host in parts, and wait for the end.
+
+        steps: event behind which the pages on the device may be written to.
+        stores: event behind which the host has the pages.
+        """
+        most = _PARTS_UNDER_WAY
+        if len(copies) * self._host.shape[1] * _WORD.itemsize <= _AT_ONCE_BYTES:
+            most = len(copies)
+        under_way = deque[torch.cuda.Event]()
+        with torch.cuda.stream(self._fetching):
+            self._fetching.wait_event(stores)
+            damaged = torch.zeros((), dtype=_WORD, device=self.device)
+            for begin in range(0, len(copies), len(self._part)):
+                if len(under_way) >= most:
+                    under_way.popleft().synchronize()
+                some = copies[begin : begin + len(self._part)]
+                rows = self._part[: len(some)]
+                for row, slot, count in _runs(some):
+                    source = self._host[slot : slot + count]
+                    rows[row : row + count].copy_(source, non_blocking=True)
+                damaged += (rows[:, :-1].sum(1) != rows[:, -1]).sum()
+                self._fetching.wait_event(steps)
+                words = rows[:, :-1].view(len(rows), len(self._kv), -1).transpose(0, 1)
+                self._kv.index_copy_(1, self._pages_of(some), words)
+                under_way.append(torch.cuda.Event(blocking=True))  # type: ignore[no-untyped-call]
+                under_way[-1].record(self._fetching)
+            result = Download(damaged)
+        return int(result.wait())
+
+    def _pages_of(self, copies: Sequence[PageCopy]) -> torch.Tensor:
+        pages = np.array([copy.page for copy in copies], np.int64)
+        return upload(pages, self.device)
+
+
+class PageCopies:
+    """Copies of KV pages that the engine's thread has all ranks make, as HostPages decides.
+
+    slots: number of pages for which the host has room.
+    page_bytes: bytes of a page on one GPU.
+    """
+
+    def __init__(
+        self,
+        own: RankPages,
+        slots: int,
+        page_bytes: int,
+        followers: Followers | None,
+        wake: Callable[[], None],
+    ) -> None:
+        """Copy pages of this rank and of the followers.
+
+        wake: called, perhaps on another thread, when a fetch is over.
+        """
+        self.slots, self.page_bytes = slots, page_bytes
+        self._own, self._followers, self._wake = own, followers, wake
+        self._worker = Workers(1, "kv-pages")
+        self._waits = own.device.type == "cuda" or followers is not None
+        self._under_way: dict[Fetch, Future[int]] = {}
+        self._fetches = 0
+
+    def before_plan(self, cache: KVCache) -> None:
+        """End fetches that are over, and tell the cache how many pages may be stored."""
+        assert cache.host is not None, "copies without host memory"
+        for fetch in [each for each, future in self._under_way.items() if future.done()]:
+            damaged = self._under_way.pop(fetch).result()
+            if damaged:
+                log.error("kv_pages_damaged", extra={"pages": damaged})
+            cache.end_fetch(fetch, damaged > 0)
+        cache.host.room = self._own.room
+
+    def after_plan(self, cache: KVCache) -> None:
+        """Begin the copies that a plan needs, before its step is launched."""
+        host = cache.host
+        assert host is not None, "copies without host memory"
+        if host.to_store:
+            copies = tuple(PageCopy(slot, page) for slot, page in host.to_store.items())
+            host.to_store.clear()
+            if self._followers is None:
+                self._own.store(copies)
+            else:
+                self._followers.queue(StorePages(copies))
+                with for_good():
+                    self._own.store(copies)
+        for fetch in host.to_fetch:
+            self._begin(fetch)
+        host.to_fetch.clear()
+
+    def abandon(self) -> None:
+        """Wait for the fetches in flight, whose pages nobody will use."""
+        wait(self._under_way.values(), _ABANDON_S)
+        self._under_way.clear()
+
+    def close(self) -> None:
+        """Begin no more copies."""
+        self._worker.close()
+
+    def _begin(self, fetch: Fetch) -> None:
+        future = self._under_way[fetch] = Future[int]()
+        run = self._own.fetch(fetch.copies)
+        if self._followers is not None:
+            self._fetches += 1
+            others = self._followers.expect_copy(-self._fetches)
+            self._followers.send(FetchPages(-self._fetches, fetch.copies))
+            own = run
+
+            def run() -> int:
+                return own() + sum(others.wait())
+
+        def copy() -> None:
+            try:
+                future.set_result(run())
+            except Exception:
+                log.exception("kv_pages_not_fetched")
+                future.set_result(len(fetch.copies))
+            self._wake()
+
+        if self._waits:
+            self._worker.submit(copy, urgent=True)
+        else:
+            copy()
+
+
+def allocate_rank_pages(
+    kv: torch.Tensor, settings: EngineSettings, groups: int, least: Callable[[int], int]
+) -> tuple[RankPages, int] | None:
+    """Allocate a rank's host memory for KV pages; return it with its number of slots.
+
+    Returns None, and logs the reason, if a rank's host memory cannot be allocated or holds no page.
+
+    kv: KV pages, as allocated by allocate_kv.
+    groups: number of groups of layers.
+    least: returns the smallest of the numbers that the ranks pass to it.
+    """
+    words = kv[:, :, :1].nbytes // _WORD.itemsize + 1
+    slots = settings.kv_host_bytes // settings.tensor_parallel // (words * _WORD.itemsize)
+    pages: RankPages | None = None
+    error = "no room for a page"
+    try:
+        host = host_memory(slots * words, _WORD, kv.is_cuda, None)
+        if slots and kv.is_cuda:
+            sizes = _buffers(kv[:, :, :1].nbytes, settings, groups)
+            pages = CudaRankPages(kv, host, *sizes)
+        elif slots:
+            pages = RankPages(kv, host)
+    except (SettingsError, RuntimeError, MemoryError) as failure:
+        error = str(failure)
+    slots = least(0 if pages is None else slots)
+    if pages is None or not slots:
+        facts = {"kv_host_bytes": settings.kv_host_bytes, "error": error}
+        log.warning("kv_pages_not_on_host", extra=facts)
+        return None
+    return pages, slots
+
+
+def buffer_bytes(page_bytes: int, settings: EngineSettings, groups: int) -> int:
+    """Return the bytes that the copies of KV pages take on each GPU.
+
+    page_bytes: bytes of a page on one GPU.
+    groups: number of groups of layers.
+    """
+    if not settings.kv_host_bytes or not settings.device.startswith("cuda"):
+        return 0
+    half, part = _buffers(page_bytes, settings, groups)
+    return (2 * half + 3 * part) * (page_bytes + _WORD.itemsize)  # 2 parts for kernels' results
+
+
+def _buffers(page_bytes: int, settings: EngineSettings, groups: int) -> tuple[int, int]:
+    """Return the number of pages of half a buffer for stores, and of the buffer for fetches."""
+    step = groups * -(-settings.max_batch_tokens // settings.page_size)
+    half = max(1, min(step, _HALF_BYTES // page_bytes))
+    return half, max(1, min(half, _PART_BYTES // page_bytes))
+
+
+def _words_of(kv: torch.Tensor) -> torch.Tensor:
+    """View KV pages as [pieces, pages, words] int64. Raises SettingsError if that is impossible."""
+    pieces = kv.flatten(0, 1).flatten(2)
+    if pieces.shape[2] * kv.itemsize % _WORD.itemsize:
+        raise SettingsError("the keys of a page in a layer are no whole 8 bytes: raise page_size")
+    return pieces.view(_WORD)
+
+
+def _runs(copies: Sequence[PageCopy]) -> Iterator[tuple[int, int, int]]:
+    """Yield (index of the first copy, its slot, number of copies) of runs of consecutive slots."""
+    begin = 0
+    for at in range(1, len(copies) + 1):
+        if at == len(copies) or copies[at].slot != copies[at - 1].slot + 1:
+            yield begin, copies[begin].slot, at - begin
+            begin = at

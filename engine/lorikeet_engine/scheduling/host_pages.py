@@ -1,0 +1,218 @@
+"""KV pages in host memory: their slots, and the pages that new ones replace.
+
+A page that leaves the prefix cache on the GPU is stored in a slot of host memory, under the key
+that it had in the prefix cache. So pages of different tenants, adapters and versions of adapters
+have different keys here, too. A later sequence fetches the pages of its prefix back to the GPU
+where that is faster than computing them again. They keep their slots, so they are not copied again
+when they leave the GPU the next time.
+
+The least recently used page is replaced first. A page of a tenant that has less than an equal share
+of the slots is spared once after each use.
+
+This module decides; execution/page_copies.py copies.
+"""
+
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import islice
+from typing import NamedTuple
+
+from lorikeet_engine.costs import StepCosts, seen_tokens
+
+_MOST_SPARED = 64  # pages looked at to store one page
+
+
+@dataclass(slots=True)
+class HostPageCounts:
+    """Counts of pages since the engine's start.
+
+    stored: number of pages copied to the host.
+    fetched: number of pages copied back to the GPU.
+    evicted: number of pages replaced by others.
+    damaged: number of pages dropped because the checksum of their fetch was wrong.
+    """
+
+    stored: int = 0
+    fetched: int = 0
+    evicted: int = 0
+    damaged: int = 0
+
+
+class CachedPage(NamedTuple):
+    """Page as the prefix cache knows it.
+
+    group: index of the group of layers that the page belongs to.
+    adapter: digest of the adapter under which the page was computed; None for the base model.
+    """
+
+    group: int
+    key: bytes
+    adapter: str | None
+    tenant: str
+
+
+class PageCopy(NamedTuple):
+    """Copy of a page between its slot on the host and its place on the GPU."""
+
+    slot: int
+    page: int
+
+
+@dataclass(eq=False, slots=True)
+class Fetch:
+    """Pages of one prefix on their way to the GPU. Sequences with this prefix wait until it is
+    over.
+
+    arriving: pages that are copied, by their slots.
+    copies: copies of these pages.
+    kept: for each group of layers, all pages of the prefix on the GPU, which the fetch references.
+    """
+
+    arriving: dict[int, CachedPage]
+    copies: tuple[PageCopy, ...]
+    kept: list[list[int]]
+    over: bool = False
+
+
+class HostPages:
+    """Slots of host memory for KV pages. For the engine's thread only.
+
+    pages_of: for each group of layers, the slots of stored pages by key.
+    to_store: slot → page on the GPU, of pages to copy before the next step writes to them.
+    to_fetch: fetches to begin, after the pages of to_store are copied.
+    room: number of pages that can still be copied before the next step.
+    """
+
+    def __init__(
+        self,
+        slots: int,
+        page_bytes: int,
+        groups: int,
+        counts: HostPageCounts,
+        fetch_s: Callable[[int], float],
+        costs: StepCosts,
+    ) -> None:
+        """Start with free slots.
+
+        page_bytes: bytes of a page on one GPU.
+        groups: number of groups of layers.
+        counts: counts to increase.
+        fetch_s: returns the seconds that a copy of so many bytes to the GPU takes.
+        costs: predicts the time of steps that compute pages again.
+        """
+        self.slots, self.page_bytes, self.counts = slots, page_bytes, counts
+        self.pages_of: list[dict[bytes, int]] = [{} for _ in range(groups)]
+        self.to_store: dict[int, int] = {}
+        self.to_fetch: list[Fetch] = []
+        self.room = 0
+        self._fetch_s, self._costs = fetch_s, costs
+        self._free = deque(range(slots))
+        self._pages: OrderedDict[int, CachedPage] = OrderedDict()  # least recently used first
+        self._spared = set[int]()  # slots
+        self._of_tenants = Counter[str]()
+        self._holds = Counter[int]()  # fetches that read a slot
+        self._fetching = 0  # pages
+
+    @property
+    def used(self) -> int:
+        """Number of slots with pages."""
+        return len(self._pages)
+
+    def store(self, cached: CachedPage, page: int) -> None:
+        """Plan to copy a page that leaves the GPU to the host, unless the host has it.
+
+        Do nothing if the page's slot would have to be another's that is needed more, or if no more
+        pages can be copied before the next step.
+
+        page: the page on the GPU.
+        """
+        slot = self.pages_of[cached.group].get(cached.key)
+        if slot is not None:
+            self.touch(slot)
+            return
+        if self.room <= 0 or not (self._free or self._evict()):
+            return
+        slot = self._free.popleft()
+        self.room -= 1
+        self.counts.stored += 1
+        self._pages[slot] = cached
+        self._of_tenants[cached.tenant] += 1
+        self.pages_of[cached.group][cached.key] = slot
+        self.to_store[slot] = page
+
+    def touch(self, slot: int) -> None:
+        """Make the page in a slot the most recently used one."""
+        self._pages.move_to_end(slot)
+        self._spared.discard(slot)
+
+    def pays(self, pages: int, tokens: int, depth: int) -> bool:
+        """Whether fetching pages is expected to take less time than computing them again.
+
+        pages: number of pages to fetch.
+        tokens: number of tokens that need not be computed then.
+        depth: number of tokens before these.
+        """
+        fetch_s = self._fetch_s((self._fetching + pages) * self.page_bytes)
+        return fetch_s < self._costs.prompts_s(tokens, seen_tokens(tokens, depth))
+
+    def hold(self, slots: Iterable[int]) -> dict[int, CachedPage]:
+        """Keep slots as they are until `drop_holds`; return the pages in them."""
+        held = {slot: self._pages[slot] for slot in slots}
+        for slot in held:
+            self._holds[slot] += 1
+            self.touch(slot)
+        self._fetching += len(held)
+        return held
+
+    def drop_holds(self, slots: Iterable[int]) -> None:
+        """End one hold on each of these slots."""
+        for slot in slots:
+            self._fetching -= 1
+            self._holds[slot] -= 1
+            if not self._holds[slot]:
+                del self._holds[slot]
+                if slot not in self._pages:
+                    self._free.append(slot)
+
+    def has(self, cached: CachedPage, slot: int) -> bool:
+        """Whether a page is still in this slot."""
+        return self.pages_of[cached.group].get(cached.key) == slot
+
+    def forget(self, slots: Iterable[int]) -> None:
+        """Drop the pages in these slots, so that no sequence finds them."""
+        for slot in slots:
+            cached = self._pages.pop(slot, None)
+            if cached is None:
+                continue
+            del self.pages_of[cached.group][cached.key]
+            self._spared.discard(slot)
+            self.to_store.pop(slot, None)
+            self._of_tenants[cached.tenant] -= 1
+            if not self._of_tenants[cached.tenant]:
+                del self._of_tenants[cached.tenant]
+            if slot not in self._holds:
+                self._free.append(slot)
+
+    def forget_keys(self, keys: Iterable[bytes]) -> None:
+        """Drop the pages with these keys, in all groups of layers."""
+        for key in keys:
+            self.forget([pages[key] for pages in self.pages_of if key in pages])
+
+    def forget_adapter(self, digest: str) -> None:
+        """Drop all pages computed with an adapter, alone or in a composition."""
+        self.forget([slot for slot, page in self._pages.items() if digest in (page.adapter or "")])
+
+    def _evict(self) -> bool:
+        """Make a slot free; return False if no page is to be replaced now."""
+        for slot in list(islice(self._pages, _MOST_SPARED)):
+            share = self.slots / len(self._of_tenants)
+            below = self._of_tenants[self._pages[slot].tenant] < share
+            if slot in self._holds or (below and slot not in self._spared):
+                self._pages.move_to_end(slot)
+                self._spared.add(slot)
+            else:
+                self.counts.evicted += 1
+                self.forget([slot])
+                return True
+        return False

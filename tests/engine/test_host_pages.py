@@ -1,0 +1,369 @@
+"""KV pages on the host: answers stay the same, and no page crosses tenants, adapters or versions.
+
+The tokens of hash_model depend on everything that it reads from the KV pages, so a page of other
+tokens or of another adapter becomes a wrong token.
+"""
+
+import logging
+from collections import Counter
+from contextlib import nullcontext
+from random import Random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lorikeet_engine.errors import SettingsError
+from lorikeet_engine.execution import page_copies
+from lorikeet_engine.execution.page_copies import CudaRankPages, RankPages
+from lorikeet_engine.request import SamplingParams
+from lorikeet_engine.scheduling.host_pages import HostPages, PageCopy
+from tests.engine.blobs import Shelf
+from tests.engine.checked_engine import GOOD, OTHER, CheckedEngine
+from tests.engine.engine_driver import Answers, build, greedy, nothing_is_held, prompt
+from tests.engine.hash_model import PAGE, WHOLE, WINDOWED
+from tests.engine.process_engines import followers
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+SLOT_BYTES = 2 * 4 * 4 * PAGE + 8
+LONG = tuple(range(3, 35))  # 8 pages
+SHORT = SamplingParams(2, temperature=0.0)
+
+
+@pytest.fixture
+def always_fetch(monkeypatch):
+    monkeypatch.setattr(HostPages, "pays", lambda *_: True)
+
+
+def checked(folder, *, host_pages=40, kv_pages=12, **more):
+    return CheckedEngine(
+        folder,
+        kv_pages=kv_pages,
+        kv_host_bytes=host_pages * SLOT_BYTES,
+        **{"max_running": 3, "max_batch_tokens": 20, **more},
+    )
+
+
+def usage(engine):
+    return engine.status().host_pages
+
+
+def answer(engine, tokens=LONG, adapter=None, salt=""):
+    """Let an engine answer one request; return the tokens that it computed."""
+    before = engine.model.tokens
+    engine.submit(tokens, sampling=SHORT, adapter=adapter, salt=salt)
+    engine.drain_requests()
+    return engine.model.tokens - before
+
+
+def push_out(engine):
+    """Fill the KV pages with other prompts."""
+    for first in (40, 41, 42):
+        answer(engine, (first, *LONG[1:]))
+
+
+def test_a_prefix_comes_back_from_the_host_instead_of_being_computed(tmp_path, always_fetch):
+    engine = checked(tmp_path)
+    computed = answer(engine)
+    push_out(engine)
+    assert usage(engine.engine).fetched == 0
+    assert answer(engine) <= computed - len(LONG) + PAGE
+    found = usage(engine.engine)
+    assert found.fetched == len(LONG) // PAGE - 1
+    assert found.tokens == len(LONG) - PAGE
+    assert engine.engine.status().cached_tokens >= found.tokens
+    push_out(engine)
+    before = usage(engine.engine)
+    answer(engine)
+    push_out(engine)
+    again = usage(engine.engine)
+    assert again.fetched == before.fetched + 4 * found.fetched
+    assert again.stored - before.stored <= 3, "pages that the host has are not copied again"
+
+
+@pytest.mark.parametrize(
+    "other", [{"salt": "globex"}, {"adapter": GOOD}, {"tokens": (9, *LONG[1:])}]
+)
+def test_pages_are_of_one_tenant_one_adapter_and_one_beginning(other, tmp_path, always_fetch):
+    engine = checked(tmp_path)
+    answer(engine)
+    push_out(engine)
+    answer(engine, **other)
+    assert usage(engine.engine).fetched == 0
+
+
+def test_a_new_version_never_gets_pages_of_the_old_one(tmp_path, always_fetch):
+    engine = checked(tmp_path)
+    answer(engine, adapter=GOOD)
+    push_out(engine)
+    engine.refs[GOOD] = engine.refs[OTHER]  # the same name now stands for another digest
+    answer(engine, adapter=GOOD)
+    assert usage(engine.engine).fetched == 0
+
+
+def test_pages_that_are_computed_faster_are_not_fetched(tmp_path, monkeypatch):
+    monkeypatch.setattr(HostPages, "pays", lambda *_: False)
+    engine = checked(tmp_path)
+    answer(engine)
+    push_out(engine)
+    answer(engine)
+    assert usage(engine.engine).fetched == 0
+    assert usage(engine.engine).stored > 0
+
+
+def test_damaged_pages_are_computed_again(tmp_path, always_fetch):
+    engine = checked(tmp_path)
+    answer(engine)
+    push_out(engine)
+    engine.engine._page_copies._own._host[:, 3] ^= 1
+    answer(engine)
+    found = usage(engine.engine)
+    assert found.fetched == 0
+    assert found.damaged == len(LONG) // PAGE - 1
+
+
+def test_requests_that_are_aborted_while_their_pages_come_leave_no_page_behind(
+    tmp_path, always_fetch
+):
+    engine = checked(tmp_path)
+    answer(engine)
+    push_out(engine)
+    name = engine.submit(LONG, sampling=SHORT)
+    engine.step()
+    assert engine.fetches.work, "no fetch is under way"
+    engine.abort(name)
+    engine.step()
+    assert engine.engine.status().live.kv_pages_used == len(LONG) // PAGE - 1
+    engine.drain()
+    assert usage(engine.engine).fetched == len(LONG) // PAGE - 1
+
+
+def test_other_requests_run_while_pages_come(tmp_path, always_fetch):
+    engine = checked(tmp_path, kv_pages=24)
+    answer(engine)
+    push_out(engine)
+    push_out(engine)
+    engine.submit(LONG, sampling=SHORT)
+    engine.step()
+    other = engine.submit(LONG[:5], sampling=SHORT, salt="globex")
+    for _ in range(9):
+        engine.step()
+    assert other not in engine.live
+    assert len(engine.live) == 1
+    engine.drain()
+
+
+def test_requests_with_one_prefix_share_its_fetch(tmp_path, always_fetch):
+    engine = checked(tmp_path)
+    answer(engine)
+    push_out(engine)
+    for _ in range(3):
+        engine.submit(LONG, sampling=SHORT)
+    engine.drain()
+    assert usage(engine.engine).fetched == len(LONG) // PAGE - 1
+
+
+def test_pages_of_a_damaged_adapter_that_are_under_way_are_not_shared(tmp_path, always_fetch):
+    engine = checked(tmp_path)
+    answer(engine, adapter=GOOD)
+    push_out(engine)
+    engine.submit(LONG, sampling=SHORT, adapter=GOOD)
+    engine.step()
+    assert engine.fetches.work
+    digest = engine.refs[GOOD].digest
+    engine.engine._cache.forget_adapter(digest)
+    engine.drain()
+    assert usage(engine.engine).tokens == 0
+
+
+def test_failing_all_requests_forgets_all_pages(tmp_path, always_fetch):
+    engine = checked(tmp_path)
+    answer(engine)
+    push_out(engine)
+    engine.submit(LONG, sampling=SHORT)
+    engine.step()
+    engine.fetch()
+    engine.engine.fail_all(SettingsError("a test"))
+    engine.live.clear()
+    assert usage(engine.engine).used == 0
+    answer(engine)
+
+
+def test_a_host_without_memory_serves_as_without_the_setting(tmp_path, monkeypatch, caplog):
+    def refuse(*_):
+        raise SettingsError("the host cannot pin so much memory")
+
+    monkeypatch.setattr(page_copies, "host_memory", refuse)
+    with caplog.at_level(logging.WARNING):
+        engine = checked(tmp_path)
+    assert [record.msg for record in caplog.records] == ["kv_pages_not_on_host"]
+    assert usage(engine.engine) is None
+    assert answer(engine) == answer(engine, (9, *LONG[1:]))
+
+
+def test_a_model_with_states_computes_prefixes_again_and_says_so(tmp_path, caplog):
+    with caplog.at_level(logging.WARNING):
+        engine = checked(tmp_path, states=True)
+    assert [record.msg for record in caplog.records] == ["kv_pages_not_on_host"]
+    assert usage(engine.engine) is None
+
+
+COUNTED = Counter()
+
+
+@given(
+    seed=st.integers(0, 2**32),
+    host_pages=st.sampled_from((60, 30, 12, 1)),
+    room=st.sampled_from((40, 3)),
+    windows=st.sampled_from((WHOLE, WINDOWED)),
+    overlap=st.booleans(),
+)
+@settings(max_examples=25, deadline=None, derandomize=True)
+def churn(folder, seed, host_pages, room, windows, overlap):
+    """Answer random requests while pages come and go, some damaged."""
+    chance = Random(seed)
+    engine = checked(
+        folder / str(chance.random()),
+        host_pages=host_pages,
+        kv_pages=chance.randrange(12, 30),
+        windows=windows,
+        overlap=overlap,
+        adapter_gpu_bytes=2 * 512,
+        max_batch_adapters=2,
+    )
+    for _ in range(60):
+        if len(engine.live) < 6:
+            tokens = (chance.choice((7, 8)),) * chance.choice((13, 24, 32)) + (chance.randrange(9),)
+            sampling = SamplingParams(chance.choice((1, 9, 30)), seed=3)
+            adapter, salt = chance.choice((None, GOOD, OTHER)), chance.choice(("", "globex"))
+            name = engine.submit(tokens, sampling=sampling, adapter=adapter, salt=salt)
+            if chance.random() < 0.1:
+                engine.step()
+                engine.abort(name)
+        if chance.random() < 0.05:
+            host = engine.engine._page_copies._own._host
+            host[chance.randrange(len(host)), 0] += 1
+        for _ in range(chance.randrange(12)):
+            chance.choice((engine.load, engine.fetch, engine.step, engine.step))()
+    engine.drain()
+    COUNTED.update(usage(engine.engine)._asdict(), preempted=engine.engine.status().preemptions)
+    engine.engine.close()
+
+
+def test_answers_are_the_same_while_pages_come_and_go(tmp_path, always_fetch):
+    COUNTED.clear()
+    churn(tmp_path)
+    for event in ("fetched", "evicted", "damaged", "preempted"):
+        assert COUNTED[event] > 0, COUNTED
+
+
+FAMILIES = ("llama", "gemma4_text", "glm4_moe_lite", "gpt_oss")
+
+
+def answers_of(engine, rounds=2):
+    """Return the answers to prompts that are asked by turns, too many for the KV pages."""
+    answers = Answers(engine)
+    for turn in range(rounds):
+        for which in range(5):
+            tokens = [*prompt(70, which), *prompt(3, 10 + which)]
+            answers.submit(greedy(f"{which}.{turn}", tokens, max_tokens=8))
+            answers.all()
+    assert nothing_is_held(engine)
+    return answers.tokens
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("kv_dtype", ["auto", "fp8"])
+def test_each_kind_of_page_comes_back_as_it_was(
+    family, kv_dtype, tiny_checkpoints, tmp_path, always_fetch
+):
+    sizes = {"max_context": 96, "max_running": 4, "max_batch_tokens": 32, "kv_dtype": kv_dtype}
+    shelf = Shelf(tmp_path / "blobs")
+    checkpoint = tiny_checkpoints[family]
+    roomy = build(checkpoint, shelf, tmp_path / "a", **sizes)
+    expected = answers_of(roomy)
+    roomy.close()
+    tight = build(checkpoint, shelf, tmp_path / "b", kv_pages=10, kv_host_bytes=4 << 20, **sizes)
+    assert answers_of(tight) == expected
+    assert usage(tight).fetched >= 20
+    tight.close()
+
+
+def test_two_processes_each_keep_their_part_of_pages(
+    tiny_checkpoints, tmp_path, always_fetch, forked_followers
+):
+    sizes = {"max_context": 96, "max_running": 4, "max_batch_tokens": 32}
+    shelf = Shelf(tmp_path / "blobs")
+    roomy = build(tiny_checkpoints["llama"], shelf, tmp_path / "a", **sizes)
+    expected = answers_of(roomy)
+    roomy.close()
+    engine = build(
+        tiny_checkpoints["llama"],
+        shelf,
+        tmp_path / "b",
+        kv_pages=10,
+        kv_host_bytes=4 << 20,
+        tensor_parallel=2,
+        **sizes,
+    )
+    assert answers_of(engine) == expected
+    found = usage(engine)
+    assert found.fetched >= 20
+    assert found.damaged == 0
+    assert 2 * found.page_bytes * found.pages <= 4 << 20
+    engine.close()
+    assert not followers()
+
+
+def test_a_page_survives_its_way_to_the_host_and_back():
+    kv = torch.randn(3, 2, 6, 4, 1, 8).to(torch.float8_e4m3fn)
+    pages = RankPages(kv, torch.empty(2, 3 * 2 * 4 + 1, dtype=torch.int64))
+    before = kv.view(torch.uint8).clone()
+    pages.store([(1, 4), (0, 2)])
+    kv.view(torch.uint8)[:, :, [1, 2, 3, 4]] = 0
+    assert pages.fetch([(1, 3), (0, 1)])() == 0
+    assert torch.equal(kv.view(torch.uint8)[:, :, [3, 1]], before[:, :, [4, 2]])
+
+
+class FakeStream:
+    """Stream or event of CUDA that a CPU, which does all at once, need not wait for."""
+
+    def __init__(self, *_, **__):
+        self.waits = 0
+
+    def record_event(self):
+        return FakeStream()
+
+    def query(self):
+        return True
+
+    def wait_event(self, _event):
+        self.waits += 1
+
+    def nothing(self, *_):
+        pass
+
+    wait_stream = record = synchronize = nothing
+
+
+def test_copies_in_parts_and_runs_of_slots_move_the_same_pages(monkeypatch):
+    stand_ins = {"Stream": FakeStream, "Event": FakeStream, "stream": lambda _: nullcontext()}
+    for name, stand_in in {**stand_ins, "current_stream": lambda _: FakeStream()}.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    monkeypatch.setattr(page_copies, "_AT_ONCE_BYTES", 1)
+    kv = torch.randn(3, 2, 40, 4, 2, 8)
+    pages = CudaRankPages(kv, torch.zeros(40, 3 * 2 * 32 + 1, dtype=torch.int64), 30, 4)
+    before = kv.clone()
+    order = [*range(7, 12), 3, 2, *range(20, 33)]
+    pages.store([PageCopy(slot, page) for page, slot in enumerate(order)])
+    plain = RankPages(kv, torch.zeros_like(pages._host))
+    plain.store([PageCopy(slot, page) for page, slot in enumerate(order)])
+    assert torch.equal(pages._host[order], plain._host[order])
+    kv[:, :, :30] = 0
+    back = [PageCopy(slot, 39 - page) for page, slot in enumerate(order)]
+    assert pages.fetch(back)() == 0
+    assert torch.equal(kv[:, :, [copy.page for copy in back]], before[:, :, : len(order)])
+    pages._host[order[5], 9] += 1
+    assert pages.fetch(back)() == 1
