@@ -127,7 +127,7 @@ def test_a_key_for_some_adapters_sees_those_alone(tab: Tab, gateway: Gateway) ->
     _, key = gateway.catalog.create_key("acme", {Scope.INFER}, adapters=("draft",), actor="test")
     enter(tab, key)
     said = tab.text("#adapters")
-    assert "This key may use draft alone." in said
+    assert "This key may use only draft." in said
     assert "acme/draft" in said
     assert "support" not in said
     assert "tiny" not in [
