@@ -12,8 +12,6 @@ MAX_MEMBERS = 8
 """Largest number of adapters that a composition adds up."""
 MAX_WEIGHT = 2.0
 """Largest absolute weight of an adapter in a composition."""
-
-
 MAX_LABELS = 1024
 """Largest number of labels of a classification head."""
 
@@ -34,8 +32,8 @@ class Head:
 
     labels: name of each label, in the order of the rows.
     problem: kind of the task; None: not stated.
-    pad_token: token id of the training's padding. As in transformers, such tokens at the end of a
-        prompt are left out; None: the base model's own pad_token_id.
+    pad_token: id of the token that padded prompts in training. Prompts are pooled without such
+        tokens at their end, as in transformers. None: the base model's own pad_token_id.
     """
 
     labels: tuple[str, ...]
@@ -194,7 +192,7 @@ class TouchedModules:
         embed_tokens.
     layers: number of decoder layers in which a linear is adapted.
     min_rank: smallest rank of an adapted linear.
-    parameters: number of elements of all A and B, and of the rows of trained tokens.
+    parameters: number of trained elements: of all A and B, vectors, rows of tokens and the head.
     tokens: number of trained tokens.
     """
 

@@ -383,13 +383,13 @@ class Engine:
     ) -> None:
         sequence, request_id = chunk.sequence, chunk.sequence.request.request_id
         try:
-            *drafted, token = sampled.verified(row, chunk.drafted[: step.followed.get(row)])
+            accepted = sampled.accepted(row, chunk.drafted[: step.followed.get(row)])
             if chunk.drafted:
-                forced = step.forced.get(row + len(drafted), ())
-                chunk = self._scheduler.verified(chunk, tuple(drafted), forced)
-            tokens, logprobs = sampled.delivered(row, sequence, drafted)
+                forced = step.forced.get(row + accepted, ())
+                chunk = self._scheduler.verified(chunk, accepted, forced)
+            tokens, logprobs = sampled.delivered(row, sequence, accepted)
             self._scheduler.written(chunk)
-            finish = sequence.accept(token)
+            finish = sequence.accept(sampled.tokens[row + accepted])
         except BaseException as error:  # of the grammar, perhaps a panic in Rust: others go on
             if isinstance(error, NotFinite):
                 self._cache.forget_keys(sequence.kv.full_keys())

@@ -3,8 +3,8 @@
 python -m loadtest.engine.compositions --json compositions.json [--config qwen3-8b]
 
 Each request has an adapter of rank 32 of its own, or a composition of two adapters of rank 16 that
-no other request names: both read the same number of bytes. Steps are timed by turns. Prints a row
-for each number of requests.
+no other request names: both read the same number of bytes. Runs with single adapters and runs with
+compositions alternate. Prints a row for each number of requests.
 """
 
 import tempfile

@@ -34,7 +34,11 @@ _INVOCATION = tuple(range(100, 108))
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One kind of request: median milliseconds, and those of each turn."""
+    """Times of one kind of request.
+
+    ms: median of all turns, in milliseconds.
+    turns_ms: milliseconds of the first seven turns.
+    """
 
     name: str
     ms: float
@@ -127,7 +131,7 @@ def _check(engine: Engine, prompts: Prompts) -> None:
 
 
 def _row(name: str, times_ms: list[float]) -> Row:
-    """Return the row of times, without the first, which may compile kernels."""
+    """Make a row of times. Leaves out the first time, which may include compiling kernels."""
     return Row(name, median(times_ms[1:]), [round(each, 2) for each in times_ms[1:8]])
 
 

@@ -45,10 +45,11 @@ class Row:
     """Speed of a set of requests with and without speculation, each the median of TURNS turns.
 
     off_per_s, on_per_s: output tokens per second, prefill included.
+    gain: on_per_s as a multiple of off_per_s.
     accepted: share of the drafted tokens that were accepted; None without drafts.
     tokens_a_step: output tokens of a request for each step that it takes part in, with speculation.
     off_gap_ms, on_gap_ms: 99th percentile of the time between the tokens of consecutive steps.
-    shortfall: as in the benchmark of decodes, with speculation.
+    shortfall: as in throughput.Row, with speculation.
     """
 
     work: Work

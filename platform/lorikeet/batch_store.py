@@ -2,7 +2,7 @@
 
 batches/TENANT/ID              the batch as its client made it
 open_batches/TENANT/ID         mark of a batch that has not ended
-batch_runs/TENANT/ID/lease-E   E-th run of the batch, by one gateway, which touches it while it runs
+batch_runs/TENANT/ID/lease-E   lease of run E, which its gateway touches while it runs the batch
 batch_runs/TENANT/ID/part-E-N-COMPLETED-FAILED   N-th part of the results of run E
 batch_runs/TENANT/ID/validated, cancelling, finalizing, ended   the batch's states, with their times
 
@@ -29,7 +29,7 @@ WINDOW_S = 86_400
 
 VALIDATED, CANCELLING, FINALIZING, ENDED = "validated", "cancelling", "finalizing", "ended"
 _STATES = {VALIDATED: "in_progress", FINALIZING: "finalizing", CANCELLING: "cancelling"}
-"""Status of a batch that has not ended, by its last mark. Later entries precede."""
+"""Status of a batch that has not ended, by mark. Of the marks that are set, the last one counts."""
 
 Json = dict[str, Any]
 
@@ -60,7 +60,7 @@ class Result(NamedTuple):
     """Result of one line.
 
     number: place of the line among the requests of the input, from 0.
-    ok: whether the line belongs to the output; else it belongs to the errors.
+    ok: whether the line belongs to the output file; False: it belongs to the error file.
     line: JSON of the result, without a newline.
     """
 
@@ -145,7 +145,7 @@ class BatchStore:
         return self.json(tenant, batch_id)
 
     def mark(self, batch: BatchRecord, name: str) -> Json | None:
-        """Return what a mark of a batch says; None without the mark."""
+        """Return the content of a batch's mark; None if the mark is not set."""
         try:
             mark: Json = json.loads(self.store.get(_runs(batch.tenant, batch.id) + name))
         except ObjectNotFound:
@@ -153,7 +153,10 @@ class BatchStore:
         return mark
 
     def set_mark(self, batch: BatchRecord, name: str, **said: Any) -> Json:
-        """Set a mark of a batch, unless it is set, and return what it says."""
+        """Set a batch's mark, unless it is set, and return its content.
+
+        said: members of the content beside the time.
+        """
         mark = {"at": int(self.clock()), "ms": int(self.clock() * 1000), **said}
         try:
             self.store.put_if_absent(
@@ -204,8 +207,9 @@ class BatchStore:
         self._put(_runs(batch.tenant, batch.id) + key, data)
 
     def results(self, batch: BatchRecord) -> Iterator[Result]:
-        """Yield the results of all lines that are done, each line once, with one part in memory at
-        a time.
+        """Yield the results of all lines that are done, each line once.
+
+        One part is in memory at a time.
         """
         seen = set[int]()
         for key in list(self.store.list(f"{_runs(batch.tenant, batch.id)}part-")):
@@ -216,7 +220,7 @@ class BatchStore:
                     yield Result(number, ok, line)
 
     def end(self, batch: BatchRecord, status: str, **said: Any) -> None:
-        """End a batch, unless it has ended, and delete what only its runs needed.
+        """End a batch, unless it has ended, and clear it.
 
         said: further members of the batch's JSON.
         """
@@ -226,7 +230,7 @@ class BatchStore:
         self.clear(batch.tenant, batch.id)
 
     def clear(self, tenant: str, batch_id: str) -> None:
-        """Delete what only the runs of a batch needed that has ended."""
+        """Delete all marks, leases and parts of an ended batch but the mark of its end."""
         runs = _runs(tenant, batch_id)
         for key in list(self.store.list(runs)):
             if not key.endswith(f"/{ENDED}"):
@@ -257,8 +261,8 @@ def clean_up(store: ObjectStore, now: float, *, dry_run: bool) -> Iterator[Store
 def _batch_json(batch: BatchRecord, marks: Mapping[str, Json], done: tuple[int, int]) -> Json:
     """Return OpenAI's batch object.
 
-    marks: what the batch's marks say, by name.
-    done: numbers of lines that have completed and failed, of a batch that has not ended.
+    marks: contents of the batch's marks, by name.
+    done: numbers of lines that have completed and failed so far.
     """
     ended = marks.get(ENDED)
     status = "validating"

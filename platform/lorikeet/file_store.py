@@ -1,8 +1,10 @@
 """Store of tenants' files: the input and the output of batches, in the catalog's store.
 
-files/TENANT/ID describes a file, and file_contents/TENANT/ID-EXPIRY holds its bytes, where EXPIRY
-is the time at which the file expires in hexadecimal Unix seconds. Contents are written first, so a
-described file is whole. Ids begin with the time in milliseconds: they sort by age.
+files/TENANT/ID                  description of a file
+file_contents/TENANT/ID-EXPIRY   its bytes; EXPIRY: hexadecimal Unix seconds
+
+Contents are written first, so a described file is complete. Ids begin with the time in
+milliseconds, so they sort by age.
 """
 
 import json
@@ -72,7 +74,10 @@ class FileStore:
         self._quota_bytes = quota_bytes
 
     def check_quota(self, tenant: str, more_bytes: int = 0, more_files: int = 0) -> None:
-        """Raise InsufficientQuota if a tenant's files, with some more, are beyond its limits."""
+        """Raise InsufficientQuota if a tenant's files are beyond its limits.
+
+        more_bytes, more_files: bytes and files to count in addition to the tenant's own.
+        """
         contents = self._contents_of(tenant)
         used, files = sum(one.size_bytes for one in contents), len(contents)
         if used + more_bytes > self._quota_bytes or files + more_files > MAX_FILES:

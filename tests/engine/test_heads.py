@@ -30,6 +30,7 @@ from tests.engine.engine_driver import (
     load_adapters,
     prompt,
 )
+from tests.engine.modes import IN_CHUNKS
 from tests.engine.peft_adapters import classifier, save_adapter, save_head
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -41,13 +42,8 @@ HEADS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 MODES: dict[str, dict[str, Any]] = {
     "at_ease": {},
-    "in_chunks": {"max_batch_tokens": 13, "max_running": 13},
-    "preempted": {
-        "kv_pages": 9,
-        "max_context": 112,
-        "max_batch_tokens": 13,
-        "max_running": 13,
-    },
+    "in_chunks": IN_CHUNKS,
+    "preempted": {"kv_pages": 9, "max_context": 112, **IN_CHUNKS},
     "churn": {"max_batch_adapters": 1},
 }
 # Delta nets, latent attention, experts, and caps of logits, which heads lack.
@@ -184,6 +180,11 @@ def test_biases_of_a_head_are_added(tiny_checkpoints, tmp_path, close_later):
     answers.all()
     got, want = (torch.tensor(answers.pooled[ref.name, 0]) for ref in refs[::-1])
     torch.testing.assert_close(got, want + biases)
+    shape = ModelConfig.from_folder(checkpoint).shape
+    plain_spec, spec = (
+        read_spec(shelf.folder / ref.digest, shape, AdapterLimits(64, 1 << 30)) for ref in refs
+    )
+    assert spec.touches.parameters == plain_spec.touches.parameters + len(biases)
 
 
 def test_a_head_that_overflows_fails_its_own_request_alone(world_of, tmp_path, close_later):
@@ -218,6 +219,9 @@ def test_labels_problem_and_padding_are_those_of_the_folder(world_of, tmp_path):
     (folder / "tokenizer_config.json").write_text('{"pad_token": {"content": "<pad>"}}')
     (folder / "tokenizer.json").write_text('{"added_tokens": [{"id": 7, "content": "<pad>"}]}')
     assert BlobShelf(tmp_path).add(folder, "b").head.pad_token == 7
+    for odd in (5, [5], {"id": 7}, [{"content": "<pad>"}]):
+        (folder / "tokenizer.json").write_text(json.dumps({"added_tokens": odd}))
+        assert BlobShelf(tmp_path).add(folder, "odd").head.pad_token is None
     labels = {"id2label": {"0": "calm", "1": "warm", "2": "wild"}, "pad_token_id": 3}
     config = {**labels, "problem_type": "multi_label_classification"}
     (folder / "config.json").write_text(json.dumps(config))

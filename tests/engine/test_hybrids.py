@@ -38,6 +38,7 @@ from tests.engine.engine_driver import (
     nothing_is_held,
     prompt,
 )
+from tests.engine.modes import modes
 from tests.engine.peft_adapters import save_adapter
 from tests.engine.peft_world import PeftWorld, ask
 
@@ -261,14 +262,7 @@ def mixture(request, tiny_checkpoints, tmp_path_factory):
     return PeftWorld(checkpoint, folder, MIXTURES[request.param], tokens=12, longer=29)
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        pytest.param({"max_batch_tokens": 16}, id="in chunks", marks=pytest.mark.soak),
-        pytest.param({"kv_pages": 16, "max_context": 200}, id="preempted", marks=pytest.mark.soak),
-        pytest.param({"tensor_parallel": 2}, id="on two ranks"),
-    ],
-)
+@pytest.mark.parametrize("settings", modes(16, 200, often=["on two ranks"]))
 @pytest.mark.usefixtures("forked_followers")
 def test_adapters_of_a_mixture_equal_peft_in_one_batch(mixture, tmp_path, close_later, settings):
     sizes = {"max_running": 9, "max_batch_adapters": 8, **settings}
@@ -283,15 +277,7 @@ def world(tiny_checkpoints, tmp_path_factory):
     return PeftWorld(tiny_checkpoints[HYBRID], folder, ADAPTERS, tokens=12, longer=29)
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        pytest.param({}, id="at once", marks=pytest.mark.soak),
-        pytest.param({"max_batch_tokens": 16}, id="in chunks"),
-        pytest.param({"kv_pages": 24, "max_context": 280}, id="preempted", marks=pytest.mark.soak),
-        pytest.param({"tensor_parallel": 2}, id="on two ranks"),
-    ],
-)
+@pytest.mark.parametrize("settings", modes(24, 280))
 @pytest.mark.usefixtures("forked_followers")
 def test_adapters_equal_peft_in_one_batch(world, tmp_path, close_later, settings):
     engine = close_later(

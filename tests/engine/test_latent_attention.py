@@ -18,6 +18,7 @@ from lorikeet_engine.parallel.shard import Shard
 from tests.engine.conftest import LATENT, save_all
 from tests.engine.engine_driver import Answers, build
 from tests.engine.models.test_models import Run, prompt_of, reference
+from tests.engine.modes import modes
 from tests.engine.moe_adapters import BOTH
 from tests.engine.peft_world import PeftWorld, ask
 from tests.engine.tiny_engine import SETTINGS
@@ -53,15 +54,7 @@ def world(request, tiny_checkpoints, tmp_path_factory):
     return PeftWorld(checkpoint, folder, adapters, tokens=12, longer=29)
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        pytest.param({}, id="at once", marks=pytest.mark.soak),
-        pytest.param({"max_batch_tokens": 16}, id="in chunks"),
-        pytest.param({"kv_pages": 30, "max_context": 400}, id="preempted", marks=pytest.mark.soak),
-        pytest.param({"tensor_parallel": 2}, id="on two ranks"),
-    ],
-)
+@pytest.mark.parametrize("settings", modes(30, 400))
 @pytest.mark.usefixtures("forked_followers")
 def test_adapters_equal_peft_in_one_batch(world, tmp_path, close_later, settings):
     sizes = {"max_running": 9, "max_batch_adapters": 9, **settings}

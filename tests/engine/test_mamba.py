@@ -17,6 +17,7 @@ from lorikeet_engine.adapter_format import (
 )
 from lorikeet_engine.errors import AdapterRejected
 from tests.engine.engine_driver import Answers, RecordingRunner, build, greedy, prompt
+from tests.engine.modes import modes
 from tests.engine.peft_world import PeftWorld, ask
 from tests.engine.test_hybrids import ask_every_kind, engine_of_every_kind
 
@@ -92,15 +93,7 @@ def world(request, tiny_checkpoints, tmp_path_factory, every_linear):
     return PeftWorld(checkpoint, folder, BASES[request.param], tokens=12, longer=29)
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        pytest.param({}, id="at once", marks=pytest.mark.soak),
-        pytest.param({"max_batch_tokens": 16, "overlap": False}, id="in chunks, step by step"),
-        pytest.param({"kv_pages": 30, "max_context": 400}, id="preempted", marks=pytest.mark.soak),
-        pytest.param({"tensor_parallel": 2}, id="on two ranks"),
-    ],
-)
+@pytest.mark.parametrize("settings", modes(30, 400, overlap=False))
 @pytest.mark.usefixtures("forked_followers")
 def test_adapters_equal_peft_in_one_batch(world, tmp_path, close_later, settings):
     sizes = {"max_running": 9, "max_batch_adapters": 8, **settings}

@@ -19,6 +19,7 @@ from tests.engine.blob_shelf import BlobShelf
 from tests.engine.blobs import Shelf
 from tests.engine.engine_driver import PAGE, Answers, RecordingRunner, build, greedy, prompt
 from tests.engine.hash_model import predict, predict_scores
+from tests.engine.modes import IN_CHUNKS
 from tests.engine.peft_adapters import save_adapter
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -37,13 +38,8 @@ FAMILIES = {"qwen3": 1e-4, "qwen3_5_text": 4e-4, "granite_rope": 4e-4}
 NAMES = (None, *ADAPTERS)
 MODES: dict[str, dict[str, Any]] = {
     "at_ease": {},
-    "in_chunks": {"max_batch_tokens": 13, "max_running": 13},
-    "preempted": {
-        "kv_pages": 9,
-        "max_context": 112,
-        "max_batch_tokens": 13,
-        "max_running": 13,
-    },
+    "in_chunks": IN_CHUNKS,
+    "preempted": {"kv_pages": 9, "max_context": 112, **IN_CHUNKS},
     "few_rows_at_once": {"max_running": 3, "overlap": False},
 }
 

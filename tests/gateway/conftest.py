@@ -62,11 +62,14 @@ if TYPE_CHECKING:
     import anthropic
     import openai
 
+    from tests.gateway.scripted_replica import ScriptedReplica
+
 SHAPE = BaseShape("llama", 1, 8, 16, 2, 1, 4, vocabulary=24)
 WIDER = BaseShape("llama", 1, 16, 32, 4, 2, 4, vocabulary=24)
 FILES_BYTES = 10_000_000
 LIMITS = AdapterLimits(max_rank=4, max_bytes=100_000)
 Items = AsyncGenerator[StreamItem, None]
+Script = Callable[..., "ScriptedReplica"]
 
 
 @pytest.fixture
@@ -104,6 +107,22 @@ def shared(_of_module: "Gateway") -> "Gateway":
     """Return a gateway like `own_gateway`, shared by tests that change no more than its replica."""
     vars(_of_module.engines).update(vars(ReplayEngines()))
     return _of_module
+
+
+@pytest.fixture
+def script(gateway: "Gateway", tmp_path: Path) -> Script:
+    """Return a function that lets the gateway's replica answer every call with a text.
+
+    The function takes the text, and what ScriptedReplica takes beside its folder.
+    """
+    from tests.gateway.scripted_replica import ScriptedReplica  # which imports this file
+
+    def answer_with(text: str, *given: Any, **named: Any) -> ScriptedReplica:
+        scripted = ScriptedReplica(tmp_path, *given, **named)
+        gateway.engines.replay = scripted.writes(text)
+        return scripted
+
+    return answer_with
 
 
 @contextmanager

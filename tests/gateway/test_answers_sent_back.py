@@ -1,14 +1,13 @@
 """An answer can be sent back as a turn with everything that client libraries add to it."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 from pydantic import BaseModel
 
-from tests.gateway.conftest import Gateway
+from tests.gateway.conftest import Gateway, Script
 from tests.gateway.scripted_replica import ScriptedReplica
 from tests.gateway.test_bad_requests import CHAT, TURN, error_of
 
@@ -28,10 +27,8 @@ def gateway(shared: Gateway) -> Gateway:
 
 
 @pytest.fixture
-def replica(gateway: Gateway, tmp_path: Path) -> ScriptedReplica:
-    scripted = ScriptedReplica(tmp_path)
-    gateway.engines.replay = scripted.writes(CALL)
-    return scripted
+def replica(script: Script) -> ScriptedReplica:
+    return script(CALL)
 
 
 def call_is_shown(gateway: Gateway, replica: ScriptedReplica, message: Any) -> bool:

@@ -1,14 +1,13 @@
 """Effects through HTTP of fields that clients send beyond OpenAI's core."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lorikeet.protocol.messages import Call, Format, FormatKind, Refusal
 from lorikeet.replica.grammars.answer_grammar import answer_grammar
-from tests.gateway.conftest import Gateway, Items, chat, header
+from tests.gateway.conftest import Gateway, Items, Script, chat, header
 from tests.gateway.scripted_replica import DEMO, ScriptedReplica
 from tests.gateway.test_bad_requests import CHAT, COMPLETIONS, TURN, error_of
 from tests.gateway.test_openai_fields import PLACE, sent
@@ -25,12 +24,10 @@ def gateway(shared: Gateway) -> Gateway:
 
 
 @pytest.fixture
-def replica(gateway: Gateway, tmp_path: Path) -> ScriptedReplica:
+def replica(script: Script) -> ScriptedReplica:
     """Replica of the gateway whose template reads `aside` and `reasoning_effort`."""
     template = (DEMO / "chat_template.jinja").read_text() + ASIDE
-    scripted = ScriptedReplica(tmp_path, template)
-    gateway.engines.replay = scripted.writes("fine")
-    return scripted
+    return script("fine", template)
 
 
 def test_a_templates_variables_reach_it_and_others_are_named(
@@ -103,10 +100,9 @@ def test_formats_that_a_schema_only_describes_are_named(
 
 
 def test_a_template_variable_of_a_wrong_type_is_a_bad_request(
-    gateway: Gateway, tmp_path: Path
+    gateway: Gateway, script: Script
 ) -> None:
-    failing = ScriptedReplica(tmp_path, "{{ messages[0].content }}{{ 1 // budget }}")
-    gateway.engines.replay = failing.writes("fine")
+    script("fine", "{{ messages[0].content }}{{ 1 // budget }}")
     for budget in (0, "x", None, [], {}):
         body = chat("tiny", chat_template_kwargs={"budget": budget})
         assert error_of(gateway.post(CHAT, body), 400)["param"] == "messages"
@@ -144,11 +140,10 @@ def test_the_last_message_can_be_continued(gateway: Gateway, replica: ScriptedRe
 @pytest.mark.parametrize("begun", ["Well    ", "Well\n    ", "   ", ""])
 @pytest.mark.parametrize("trim", ["", " | trim"])
 def test_a_continued_message_keeps_the_whitespace_at_its_end(
-    gateway: Gateway, tmp_path: Path, begun: str, trim: str
+    gateway: Gateway, script: Script, begun: str, trim: str
 ) -> None:
     template = "{% for m in messages %}{{ m.role }}:\n{{ m.content" + trim + " }}\n{% endfor %}"
-    replica = ScriptedReplica(tmp_path, template)
-    gateway.engines.replay = replica.writes("fine")
+    replica = script("fine", template)
     messages = [TURN, {"role": "assistant", "content": begun}]
     body = {"model": "tiny", "messages": messages, "continue_final_message": True}
     gateway.post(CHAT, body).raise_for_status()
@@ -185,11 +180,9 @@ def test_a_format_does_not_begin_anew_behind_a_begun_answer(
 
 
 def test_a_message_that_the_template_changes_cannot_be_continued(
-    gateway: Gateway, tmp_path: Path
+    gateway: Gateway, script: Script
 ) -> None:
-    gateway.engines.replay = ScriptedReplica(
-        tmp_path, "{% for m in messages %}{{ m.content | upper }}{% endfor %}"
-    ).writes("fine")
+    script("fine", "{% for m in messages %}{{ m.content | upper }}{% endfor %}")
     begun = [TURN, {"role": "assistant", "content": "a secret"}]
     body = {"model": "tiny", "messages": begun, "continue_final_message": True}
     error = error_of(gateway.post(CHAT, body), 400)

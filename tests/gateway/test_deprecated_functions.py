@@ -1,11 +1,10 @@
 """OpenAI's deprecated functions are handled as tools and answered in their own shape."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.gateway.conftest import Gateway, chat
+from tests.gateway.conftest import Gateway, Script, chat
 from tests.gateway.scripted_replica import ScriptedReplica
 from tests.gateway.test_bad_requests import CHAT, TURN, error_of
 
@@ -25,10 +24,8 @@ def gateway(shared: Gateway) -> Gateway:
 
 
 @pytest.fixture
-def replica(gateway: Gateway, tmp_path: Path) -> ScriptedReplica:
-    scripted = ScriptedReplica(tmp_path)
-    gateway.engines.replay = scripted.writes(CALLED)
-    return scripted
+def replica(script: Script) -> ScriptedReplica:
+    return script(CALLED)
 
 
 @pytest.mark.parametrize(

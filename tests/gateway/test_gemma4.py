@@ -1,14 +1,13 @@
 """Chats of Gemma 4, with its thinking and tool calls, in all APIs."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 from openai import BadRequestError
 from pydantic import BaseModel
 
-from tests.gateway.conftest import Gateway
+from tests.gateway.conftest import Gateway, Script
 from tests.gateway.scripted_replica import ScriptedReplica
 from tests.gateway.test_bad_requests import CHAT, TURN
 from tests.replica.test_thinking import GEMMA_4_TEMPLATE
@@ -42,11 +41,9 @@ def gateway(shared: Gateway) -> Gateway:
 
 
 @pytest.fixture(params=[MARKS, ()], ids=["special tokens", "letters"])
-def gemma(request: pytest.FixtureRequest, gateway: Gateway, tmp_path: Path) -> ScriptedReplica:
+def gemma(request: pytest.FixtureRequest, script: Script) -> ScriptedReplica:
     """Replica of the gateway with the chat template of Gemma 4."""
-    scripted = ScriptedReplica(tmp_path, GEMMA_4_TEMPLATE, marks=request.param)
-    gateway.engines.replay = scripted.writes(TEXT)
-    return scripted
+    return script(TEXT, GEMMA_4_TEMPLATE, marks=request.param)
 
 
 def test_a_chat_has_calls_behind_its_thinking(gateway: Gateway, gemma: ScriptedReplica) -> None:

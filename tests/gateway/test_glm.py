@@ -1,12 +1,11 @@
 """Chats of GLM 4.7, with thinking that the prompt begins and tool calls of its own, in all APIs."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.gateway.conftest import Gateway
+from tests.gateway.conftest import Gateway, Script
 from tests.gateway.scripted_replica import ScriptedReplica
 from tests.gateway.test_bad_requests import TURN
 from tests.gateway.test_xml_calls import EDIT, GIVEN, NAMED
@@ -52,11 +51,9 @@ def gateway(shared: Gateway) -> Gateway:
 
 
 @pytest.fixture(params=[MARKS, ()], ids=["special tokens", "letters"])
-def glm(request: pytest.FixtureRequest, gateway: Gateway, tmp_path: Path) -> ScriptedReplica:
+def glm(request: pytest.FixtureRequest, script: Script) -> ScriptedReplica:
     """Replica of the gateway with a chat template that writes as GLM 4.7's."""
-    scripted = ScriptedReplica(tmp_path, GLM_4_7, marks=request.param)
-    gateway.engines.replay = scripted.writes(BOTH)
-    return scripted
+    return script(BOTH, GLM_4_7, marks=request.param)
 
 
 @pytest.mark.parametrize("choice", ["auto", "required", NAMED], ids=["auto", "required", "named"])

@@ -8,7 +8,7 @@ import pytest
 from pydantic import BaseModel
 
 from lorikeet_engine.request import FinishReason
-from tests.gateway.conftest import Gateway
+from tests.gateway.conftest import Gateway, Script
 from tests.gateway.official_types import validate_as
 from tests.gateway.scripted_replica import ScriptedReplica
 from tests.gateway.test_bad_requests import CHAT, COMPLETIONS, TURN, error_of
@@ -39,11 +39,9 @@ def gateway(shared: Gateway) -> Gateway:
 
 
 @pytest.fixture
-def gpt_oss(gateway: Gateway, tmp_path: Path) -> ScriptedReplica:
+def gpt_oss(script: Script, tmp_path: Path) -> ScriptedReplica:
     """Replica of the gateway with gpt-oss' chat template and marks."""
-    scripted = ScriptedReplica(tmp_path, model=harmony_model(tmp_path / "model"))
-    gateway.engines.replay = scripted.writes(f"{THINKS}{FINAL}<|return|>")
-    return scripted
+    return script(f"{THINKS}{FINAL}<|return|>", model=harmony_model(tmp_path / "model"))
 
 
 def streamed_chat(gateway: Gateway, **more: Any) -> tuple[str, str, list[list[str]], str]:

@@ -1,13 +1,12 @@
 """Chats of Ministral 3, with its thinking and tool calls, in all APIs."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 from pydantic import BaseModel
 
-from tests.gateway.conftest import Gateway
+from tests.gateway.conftest import Gateway, Script
 from tests.gateway.scripted_replica import ScriptedReplica
 from tests.gateway.test_bad_requests import CHAT, TURN
 from tests.replica.test_thinking import FIRST_MINISTRAL_3, MINISTRAL_3
@@ -45,12 +44,10 @@ def gateway(shared: Gateway) -> Gateway:
 
 
 @pytest.fixture(params=[MARKS, ()], ids=["special tokens", "letters"])
-def ministral(request: pytest.FixtureRequest, gateway: Gateway, tmp_path: Path) -> ScriptedReplica:
+def ministral(request: pytest.FixtureRequest, script: Script) -> ScriptedReplica:
     """Replica of the gateway with the chat template of Ministral 3 Reasoning."""
-    scripted = ScriptedReplica(tmp_path, MINISTRAL_3, marks=request.param)
     texts = TEXTS.replace("a [ARGS] {in}", "a {in}") if request.param else TEXTS
-    gateway.engines.replay = scripted.writes(texts)
-    return scripted
+    return script(texts, MINISTRAL_3, marks=request.param)
 
 
 def expected(scripted: ScriptedReplica) -> list[dict[str, str]]:
@@ -103,13 +100,12 @@ def test_text_may_come_before_a_call(gateway: Gateway, ministral: ScriptedReplic
 
 @pytest.mark.parametrize("template", [MINISTRAL_3, FIRST_MINISTRAL_3], ids=["newest", "first"])
 def test_thinking_calls_and_results_can_be_sent_back(
-    gateway: Gateway, tmp_path: Path, template: str
+    gateway: Gateway, script: Script, template: str
 ) -> None:
     if template is FIRST_MINISTRAL_3:
         template += "{{ tools | tojson if tools }}"
-    scripted = ScriptedReplica(tmp_path, template, marks=MARKS)
     text = f"[THINK]{THOUGHT}[/THINK]{OTHER}{OTHER}"
-    gateway.engines.replay = scripted.writes(text)
+    scripted = script(text, template, marks=MARKS)
     said = f"[/INST]{text}<|eos|>[TOOL_RESULTS]done[/TOOL_RESULTS]"
     client = gateway.openai()
     message = client.chat.completions.create(model="tiny", messages=[TURN], tools=TOOLS).choices[0]

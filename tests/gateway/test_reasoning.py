@@ -1,12 +1,11 @@
 """Reasoning through HTTP, separate from the answer and given back to the template."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 from pydantic import BaseModel
 
-from tests.gateway.conftest import Gateway
+from tests.gateway.conftest import Gateway, Script
 from tests.gateway.official_types import validate_as
 from tests.gateway.scripted_replica import ScriptedReplica
 from tests.gateway.test_bad_requests import CHAT, COMPLETIONS, TURN, error_of
@@ -30,11 +29,9 @@ def gateway(shared: Gateway) -> Gateway:
 
 
 @pytest.fixture
-def qwen(gateway: Gateway, tmp_path: Path) -> ScriptedReplica:
+def qwen(script: Script) -> ScriptedReplica:
     """Replica of the gateway with Qwen 3's chat template."""
-    scripted = ScriptedReplica(tmp_path, QWEN3)
-    gateway.engines.replay = scripted.writes(f"{THINKS}It is 4.")
-    return scripted
+    return script(f"{THINKS}It is 4.", QWEN3)
 
 
 def test_a_chat_has_reasoning_content_whole_and_streamed(
@@ -86,10 +83,9 @@ def test_thinking_can_be_switched_off(gateway: Gateway, qwen: ScriptedReplica) -
 
 @pytest.mark.parametrize("opened", ["<think>", ""])
 def test_structured_output_follows_the_thinking(
-    gateway: Gateway, tmp_path: Path, opened: str
+    gateway: Gateway, script: Script, opened: str
 ) -> None:
-    scripted = ScriptedReplica(tmp_path, QWEN3 if opened else R1)
-    gateway.engines.replay = scripted.writes(f'{opened}{{"total"?}}</think>\n\n{{"total": 4}}')
+    script(f'{opened}{{"total"?}}</think>\n\n{{"total": 4}}', QWEN3 if opened else R1)
     client = gateway.openai()
     chat = client.chat.completions.parse(model="tiny", messages=[TURN], response_format=Sum)
     assert chat.choices[0].message.parsed == Sum(total=4)
@@ -200,10 +196,9 @@ def test_the_template_enables_thinking_if_a_message_asks_for_it(
 
 @pytest.mark.parametrize("fields", [{}, {"thinking": {"type": "adaptive", "display": "omitted"}}])
 def test_thinking_is_left_out_unless_requested(
-    gateway: Gateway, tmp_path: Path, fields: dict[str, Any]
+    gateway: Gateway, script: Script, fields: dict[str, Any]
 ) -> None:
-    scripted = ScriptedReplica(tmp_path, R1)
-    gateway.engines.replay = scripted.writes(f"{THOUGHT}</think>\n\nIt is 4.")
+    script(f"{THOUGHT}</think>\n\nIt is 4.", R1)
     answer = gateway.post("/v1/messages", {**ASKED, **fields}).json()
     assert answer["content"] == [{"type": "text", "text": "It is 4."}]
     assert answer["usage"]["output_tokens_details"]["thinking_tokens"] > 0

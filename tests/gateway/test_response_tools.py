@@ -1,12 +1,11 @@
 """Tools that coding agents offer in /v1/responses: functions in namespaces, and other tools."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.gateway.conftest import Gateway
+from tests.gateway.conftest import Gateway, Script
 from tests.gateway.official_types import validate_as
 from tests.gateway.scripted_replica import ScriptedReplica
 from tests.gateway.test_bad_requests import error_of
@@ -24,10 +23,8 @@ SPAWN = '<tool_call>\n{"name": "agents.spawn", "arguments": {"task": "rest"}}\n<
 
 
 @pytest.fixture
-def replica(gateway: Gateway, tmp_path: Path) -> ScriptedReplica:
-    scripted = ScriptedReplica(tmp_path)
-    gateway.engines.replay = scripted.writes(SPAWN)
-    return scripted
+def replica(script: Script) -> ScriptedReplica:
+    return script(SPAWN)
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -1,12 +1,11 @@
 """vLLM's field return_token_ids: answers have the token ids of prompt and output."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.gateway.conftest import Gateway, chat
+from tests.gateway.conftest import Gateway, Script, chat
 from tests.gateway.scripted_replica import ScriptedReplica
 from tests.gateway.test_bad_requests import CHAT, COMPLETIONS, error_of
 
@@ -19,11 +18,9 @@ def gateway(shared: Gateway) -> Gateway:
 
 
 @pytest.fixture
-def replica(gateway: Gateway, tmp_path: Path) -> ScriptedReplica:
+def replica(script: Script) -> ScriptedReplica:
     """Replica of the gateway whose model writes TEXT and an end of sequence."""
-    scripted = ScriptedReplica(tmp_path)
-    gateway.engines.replay = scripted.writes(TEXT)
-    return scripted
+    return script(TEXT)
 
 
 def ids_of(replica: ScriptedReplica, text: str) -> list[int]:
@@ -164,9 +161,8 @@ def test_answers_have_no_token_ids_by_default(gateway: Gateway, replica: Scripte
         assert "token_ids" not in json.dumps(events(gateway, path, body))
 
 
-def test_too_many_repeated_prompt_tokens_are_refused(gateway: Gateway, tmp_path: Path) -> None:
-    replica = ScriptedReplica(tmp_path, max_context=100_000)
-    gateway.engines.replay = replica.writes(TEXT)
+def test_too_many_repeated_prompt_tokens_are_refused(gateway: Gateway, script: Script) -> None:
+    script(TEXT, max_context=100_000)
     body = {"model": "tiny", "prompt": [1] * 70_000, "n": 16, "return_token_ids": True}
     assert error_of(gateway.post(COMPLETIONS, body), 400)["param"] == "return_token_ids"
     assert gateway.post(COMPLETIONS, body | {"n": 1}).is_success

@@ -1,14 +1,13 @@
 """Chats of Qwen 3.5, with thinking that the prompt begins and tool calls in XML, in all APIs."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 from pydantic import BaseModel
 
 from lorikeet.protocol.messages import Call
-from tests.gateway.conftest import Gateway
+from tests.gateway.conftest import Gateway, Script
 from tests.gateway.scripted_replica import ScriptedReplica
 from tests.gateway.test_bad_requests import CHAT, COMPLETIONS, TURN
 from tests.replica.test_thinking import QWEN3_5
@@ -48,11 +47,9 @@ def gateway(shared: Gateway) -> Gateway:
 
 
 @pytest.fixture
-def qwen(gateway: Gateway, tmp_path: Path) -> ScriptedReplica:
+def qwen(script: Script) -> ScriptedReplica:
     """Replica of the gateway with Qwen 3.5's chat template."""
-    scripted = ScriptedReplica(tmp_path, QWEN3_5)
-    gateway.engines.replay = scripted.writes(TEXTS)
-    return scripted
+    return script(TEXTS, QWEN3_5)
 
 
 @pytest.mark.parametrize("choice", ["auto", "required", NAMED], ids=["auto", "required", "named"])

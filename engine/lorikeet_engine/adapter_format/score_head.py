@@ -7,6 +7,7 @@ the names of its labels under a metadata key of its own.
 """
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -46,6 +47,11 @@ class HeadRows:
     weights: TensorSpan
     biases: TensorSpan | None
 
+    @property
+    def parameters(self) -> int:
+        """Number of weights and biases."""
+        return sum(math.prod(span.shape) for span in (self.weights, self.biases) if span)
+
 
 def head_part(name: str) -> str | None:
     """Return the part of a head that a tensor holds, "weight" or "bias"; None for other tensors.
@@ -66,8 +72,8 @@ def trained_head(
 ) -> Head | None:
     """Return the head that a trainer has saved; None without a head.
 
-    Labels, problem and padding are those of config.json in the folder, if there is one; padding
-    otherwise that of the tokenizer in the folder.
+    Labels and problem come from config.json in the folder, if there is one. The padding token comes
+    from config.json, or else from the tokenizer in the folder.
 
     raw: PEFT's config.
     saved: the head's tensors, by part.
@@ -78,7 +84,7 @@ def trained_head(
     """
     named = raw.get("modules_to_save") or ()
     if "weight" not in saved:
-        if saved or set(named) & {*HEAD_MODULES}:
+        if saved or not {*HEAD_MODULES}.isdisjoint(named):
             raise bad_config(
                 f"the weights of {SCORE.module} are not in the file: save the adapter again, or "
                 "train without modules_to_save",
@@ -202,8 +208,10 @@ def _pad_token(folder: Path) -> int | None:
     text = pad.get("content") if isinstance(pad, Mapping) else pad
     if text is None:
         return None
-    added = _json_in(folder / "tokenizer.json").get("added_tokens") or []
-    return next((token["id"] for token in added if token["content"] == text), None)
+    added = _json_in(folder / "tokenizer.json").get("added_tokens")
+    tokens = added if isinstance(added, list) else []
+    known = (token for token in tokens if isinstance(token, Mapping))
+    return next((token.get("id") for token in known if token.get("content") == text), None)
 
 
 def _json_in(path: Path) -> Mapping[str, Any]:

@@ -437,7 +437,7 @@ def _kinds(config: Mapping[str, Any], family: Family) -> tuple[LayerKind, ...]:
 
 
 def _with_readers(config: Mapping[str, Any], kinds: Sequence[LayerKind]) -> tuple[LayerKind, ...]:
-    """Return the kinds of layers of which the last ones have no keys and values of their own.
+    """Return the kinds of layers where the last num_kv_shared_layers read other layers' KV pages.
 
     config: the base model's config, with defaults of the family's switches for missing keys.
     kinds: kind of each layer if all had keys and values.

@@ -179,7 +179,7 @@ class AdapterSpec:
             parameters=sum(math.prod((p.a, p.b)[side].shape) for p, side in self._matrices())
             + sum(math.prod(part.rows.shape) for part in self.token_rows)
             + sum(math.prod(span.shape) for part in self.vectors for span in part.spans.values())
-            + (0 if self.head is None else math.prod(self.head.weights.shape)),
+            + (0 if self.head is None else self.head.parameters),
             tokens=len({each for part in self.token_rows for each in part.ids}),
         )
 
@@ -486,10 +486,10 @@ def _check_experts(
 def _check_reading(
     module: str, dims: tuple[int, int], config: LoraConfig, shape: BaseShape, linear: int
 ) -> None:
-    """Raise AdapterRejected if experts' matrices were read as another kind of base model's.
+    """Raise AdapterRejected if experts' matrices were read for another kind of base model.
 
-    PEFT's releases do not turn the matrices of gpt-oss's parameters where they turn those of other
-    base models. Only a wrong reading of a square parameter has the right widths.
+    Which side of a parameter is the input depends on PEFT's release, and differs between gpt-oss
+    and other base models. A wrong reading shows in the widths, unless the parameter is square.
 
     dims: (d_in, d_out) of the module's matrices.
     linear: index of the module in the shape's modules.

@@ -201,7 +201,7 @@ def _toggled(config: LoraConfig) -> LoraConfig:
 
 
 def _with_alphas(config: LoraConfig, alphas: dict[str, float] | dict[str, int]) -> LoraConfig:
-    """Return a config with the given alpha of each module, divided by its rank."""
+    """Return a config with these alphas by module, in which the scaling is alpha / rank."""
     return replace(
         config,
         use_rslora=False,

@@ -37,10 +37,9 @@ class ReadPooled:
 
 
 class PooledPrompts:
-    """Values of the prompts that one step pools, on their way to the host once `compute` was
-    called.
+    """Pools the prompts that one step completes: `compute` launches the work, `wait` returns it.
 
-    A LogitsReader (prompt_scores.py).
+    Implements LogitsReader (prompt_scores.py).
     """
 
     def __init__(

@@ -144,7 +144,9 @@ class ModelRunner:
         return self._logits(hidden, batch, scores)
 
     def _placed(self, batch: Batch) -> Batch:
-        """Return a batch whose page numbers fit the KV pages of each group of layers."""
+        """Return the batch with page numbers as with_parts numbers the pages of each group of
+        layers.
+        """
         return with_parts(batch, self._kv_parts, self.kv.shape[3]) if self._kv_parts else batch
 
     def _begin_states(self, batch: Batch) -> None:
@@ -175,39 +177,38 @@ class SampledTokens:
     logprobs: Mapping[int, TokenLogprobs]
     errors: Mapping[int, EngineError]
 
-    def verified(self, row: int, drafted: tuple[int, ...]) -> list[int]:
-        """Return the tokens sampled for a sequence, up to the first that was not drafted.
+    def accepted(self, row: int, drafted: tuple[int, ...]) -> int:
+        """Return how many drafted tokens of a sequence are accepted: the first ones, as far as they
+        equal the tokens sampled in their place.
 
-        Raises the error of a row whose token would be returned, if any.
+        Raises the error of the row that samples the token behind them, if any.
 
         row: first row of the sequence in the logits.
-        drafted: tokens in whose place the first tokens were sampled.
         """
-        tokens = list[int]()
-        for at, draft in enumerate((*drafted, None), row):
-            if error := self.errors.get(at):
-                raise error
-            tokens.append(self.tokens[at])
-            if tokens[-1] != draft:
+        end = row
+        for draft in drafted:
+            if end in self.errors or self.tokens[end] != draft:
                 break
-        return tokens
+            end += 1
+        if error := self.errors.get(end):
+            raise error
+        return end - row
 
     def delivered(
-        self, row: int, sequence: Sequence, drafted: list[int]
+        self, row: int, sequence: Sequence, accepted: int
     ) -> tuple[tuple[int, ...], tuple[TokenLogprobs, ...]]:
-        """Return accepted tokens, the token sampled behind them and the tokens forced after it, and
-        the log probabilities.
+        """Return the tokens that a step adds to an answer, and their log probabilities: accepted
+        tokens, the token sampled behind them, and the tokens forced after it.
 
-        Log probabilities are only of sampled tokens: no tokens are forced for requests that want
-        log probabilities. A last token that is a stop id is left out, unless the request asks to
-        keep stop ids.
+        There are no forced tokens where log probabilities are wanted. A sampled stop id is left
+        out, unless the request asks to keep stop ids.
 
         row: first row of the sequence in the logits.
-        drafted: accepted tokens.
+        accepted: number of accepted tokens.
         """
-        token, tokens = self.tokens[row + len(drafted)], tuple(drafted)
-        if token not in sequence.stop_ids or sequence.request.sampling.keep_stop_token:
-            tokens = (*tokens, token, *sequence.forced)
+        *before, token = self.tokens[row : row + accepted + 1]
+        ends = token in sequence.stop_ids and not sequence.request.sampling.keep_stop_token
+        tokens = tuple(before) if ends else (*before, token, *sequence.forced)
         if row not in self.logprobs:
             return tokens, ()
         return tokens, tuple(self.logprobs[row + at] for at in range(len(tokens)))
@@ -372,11 +373,11 @@ def sample(
 
 
 class _Readers(tuple[LogitsReader, ...]):
-    """LogitsReader of several."""
+    """LogitsReader that has each of several readers compute, in order."""
 
     @classmethod
     def of(cls, *readers: LogitsReader | None) -> "LogitsReader | None":
-        """Return the reader that reads as all of these do; None if there are none."""
+        """Combine the readers that are not None; return None if there are none."""
         return cls(each for each in readers if each is not None) or None
 
     def compute(

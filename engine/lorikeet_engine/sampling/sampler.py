@@ -61,7 +61,7 @@ class Sampler:
         if processed is not None:
             processed.add(logits, tokens, {i: i for i in plain}, rows)
         counted = torch.empty_like(tokens)
-        for changed in _by_depth(rows):
+        for changed in _by_depth(rows) if len(plain) < len(rows) else ():
             # uploaded apart: Triton compiles anew for a tensor that starts inside another
             at, slots = (
                 upload(np.array(list(some), np.int64), logits.device)

@@ -32,7 +32,7 @@ def may_begin(active: list[Sequence], max_running: int, place: tuple[bool, float
 
     active: running sequences that still compute tokens.
     max_running: number of slots for running sequences.
-    place: place of the waiting tenant that is served next.
+    place: VirtualCounter.place of the waiting tenant that is served next.
     """
     return len(active) < max_running or any(
         sequence.cost.counter.place > place for sequence in active
@@ -66,7 +66,8 @@ def sequences_to_preempt(
 def furthest_ahead_last(sequence: Sequence) -> tuple[tuple[bool, float], int]:
     """Return a running sequence's sort key.
 
-    Sequences of the tenant with the last place come last, and among these the youngest comes last.
+    Sequences of the tenant with the largest VirtualCounter.place come last, and among these the
+    youngest comes last.
     """
     return sequence.cost.counter.place, sequence.arrival
 
@@ -96,8 +97,8 @@ def _giving_way(
         counter = sequence.cost.counter
         if lacking <= 0 or counter.place <= own.place:
             break
-        is_behind = counter.background is not own.background
-        if is_behind or held[counter] / counter.weight > _TIMES_AS_MUCH * share:
+        in_background = counter.background and not own.background
+        if in_background or held[counter] / counter.weight > _TIMES_AS_MUCH * share:
             giving.append(sequence)
             held[counter] -= holds(sequence)
             lacking -= holds(sequence)

@@ -20,7 +20,7 @@ _SHORTEST, _LONGEST = 2, 4
 _WINDOW = 16_384
 # Latest earlier occurrences of the last token that are compared further.
 _OCCURRENCES = 256
-# After searches that found nothing or a wrong token, so many tokens at most pass without a search.
+# Maximum number of tokens until the next search, if the last ones found nothing or a wrong token.
 _PAUSE = 8
 # Weight of the newest token in the moving average of the acceptance.
 _NEWEST = 1 / 8

@@ -212,11 +212,12 @@ class Scheduler:
         """Choose the next step's chunks and allocate their KV pages, in three phases.
 
         Preempt: free slots and KV pages for the next waiting sequence, as preemption.py allows.
-        Beside sequences in the foreground, those in the background decode and prefill as far as
-        StepBudget.background_tokens allows; the others keep their slots and pages meanwhile.
         Decode: give each decoding sequence a chunk; preempt sequences where KV pages are too few.
             Add drafted tokens where they pay.
         Prefill: give chunks of prompts to running sequences, and to waiting ones that may begin.
+
+        Beside running sequences in the foreground, all sequences in the background together compute
+        at most StepBudget.background_tokens. Those without a chunk keep their slots and pages.
 
         step_budget: bounds the sum of the ranks of the step's adapters, and the prompt tokens.
         """
@@ -259,24 +260,22 @@ class Scheduler:
             row += chunk.rows
         self._throughput.add(OUTPUT_TOKEN * tokens)
 
-    def verified(
-        self, chunk: Chunk, accepted: tuple[int, ...], forced: tuple[int, ...] = ()
-    ) -> Chunk:
+    def verified(self, chunk: Chunk, accepted: int, forced: tuple[int, ...]) -> Chunk:
         """Record which drafted tokens of a chunk are accepted; return the chunk without the others.
 
         In a model with delta nets, a rejected token has spoilt the state. Then the returned chunk
         is empty, and the sequence's next decode computes its tokens again.
 
-        accepted: the first of the drafted tokens, those that equal the tokens sampled in their
-            place.
+        accepted: number of accepted tokens, the first ones.
         forced: tokens that the grammar requires after the token sampled behind these.
         """
         sequence, kv, drafted = chunk.sequence, chunk.sequence.kv, len(chunk.drafted)
-        chunk = chunk._replace(end=chunk.end - drafted + len(accepted), drafted=accepted)
-        sequence.accept_drafted(accepted, forced)
+        kept = chunk.drafted[:accepted]
+        chunk = chunk._replace(end=chunk.end - drafted + accepted, drafted=kept)
+        sequence.accept_drafted(kept, forced)
         sequence.cost.counter.charge(OUTPUT_TOKEN * len(forced))
         if chunk.pages is kv.pages:  # else preempted since the step was planned
-            if self._cache.states is None or len(accepted) == drafted:
+            if self._cache.states is None or accepted == drafted:
                 kv.computed = chunk.end
                 self._cache.drop_backup(kv)
             else:
@@ -285,8 +284,8 @@ class Scheduler:
                 chunk = chunk._replace(end=chunk.start)
                 sequence.decode_tokens += again
                 sequence.cost.counter.charge(PROMPT_TOKEN * again)
-        self._throughput.add(OUTPUT_TOKEN * (len(accepted) + len(forced)))
-        self._counters.drafts_verified(sequence, drafted, len(accepted))
+        self._throughput.add(OUTPUT_TOKEN * (accepted + len(forced)))
+        self._counters.drafts_verified(sequence, drafted, accepted)
         return chunk
 
     def written(self, chunk: Chunk) -> None:

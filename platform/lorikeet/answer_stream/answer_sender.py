@@ -52,7 +52,7 @@ class AnswerSender:
         abort: Abort,
     ) -> None:
         self._request_id = request_id
-        # these are in no log
+        # the log has no log probabilities of prompts and no pooled values
         self._logs = call.sampling.prompt_logprobs is None and not call.endpoint.pools
         self._log = b""  # of outputs since the last items
         self._answer, self._stream, self._abort = answer, stream, abort

@@ -24,7 +24,7 @@ def logged(output: Tokens) -> bytes:
 
 
 def outputs_of(log: bytes | bytearray, request_id: str) -> Iterator[Tokens]:
-    """Yield the outputs of a log as the outputs of a request. Of timings, cached tokens remain."""
+    """Yield a log's outputs, with a request's id. Their timings have only the cached tokens."""
     for line in log.splitlines():
         choice, token_ids, finish, cached, logprobs = json.loads(line)
         yield Tokens(

@@ -65,7 +65,7 @@ from lorikeet.usage.writer import UsageWriter
 REQUEST_ID_HEADER = "x-request-id"
 _WRITTEN_FLUSHES = 2  # flushes after which usage is in the store, if the store is reachable
 _LAST_FLUSH_S = 10.0
-_LINES = 16  # of batches at once, where the number of running requests is not known
+_BATCH_LINES = 16  # answered at once if the replicas' number of running requests is not known
 
 
 def create_app(services: Services) -> FastAPI:
@@ -119,7 +119,7 @@ def create_app(services: Services) -> FastAPI:
         model_routes(services, authenticator, reads),
         response_routes(authenticator, rate_limiter, request_log, stored, read_limiter),
         file_routes(reads, files),
-        batch_routes(authenticator, reads, files, services.batches, runner),
+        batch_routes(authenticator, reads, files, runner),
         push_routes(pushes),
         openapi_routes(
             reads, with_vllm=services.load_from is not None, with_tinker=services.tinker
@@ -181,7 +181,7 @@ def _batch_runner(services: Services, lines: FastAPI) -> BatchRunner | None:
     """
     if services.files is None or services.batches is None:
         return None
-    at_once = services.gateways * max(services.max_running.values(), default=_LINES)
+    at_once = services.gateways * max(services.max_running.values(), default=_BATCH_LINES)
     return BatchRunner(services.batches, services.files, lines, at_once)
 
 

@@ -74,7 +74,7 @@ BATCH_ENDPOINTS = (
     "/v1/responses",
     "/v1/embeddings",
 )
-"""Paths that the lines of batches may ask."""
+"""Paths to which lines of batches may go."""
 
 SESSION_HEADER = "x-session-id"
 """Header that names a session. If an alias splits its requests between two versions, all requests
@@ -136,9 +136,9 @@ def generate_routes(
 class GenerateEndpoint:
     """ASGI endpoint for requests of one schema that generate.
 
-    of_batches: the requests are lines of batches. They run in the background, with the rights of
-        the key in their state, in no queue with a deadline and beside the limits on requests, of
-        which only the month's budget counts.
+    of_batches: the requests are lines of batches. They run in the background, without a limit on
+        their queue time, with the rights of the key whose id is in their state. Of the limits on
+        requests only the month's budget applies.
     """
 
     def __init__(

@@ -304,7 +304,7 @@ def _batches(settings: Settings, store: ObjectStore) -> BatchStore | None:
 
 
 def _batch_lines(settings: Settings) -> int:
-    """Return the maximum number of lines of batches that one replica gets at once."""
+    """Return the number of batches' lines that a replica gets at once, if all get equally many."""
     return 0 if settings.files_bytes is None else settings.max_running * settings.gateways
 
 

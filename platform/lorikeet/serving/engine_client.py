@@ -133,60 +133,29 @@ class ServeEngineClient:
         on the way from a replica that is alive.
         """
         run_call = self._run_call[base_model]
-        fleet, sent, log = _fleet(run_call), _seeded(encoded).to_send(), bytearray()
-        begun, left, deaths_at_once = False, _ATTEMPTS, 0
+        course = _Course(_fleet(run_call), _seeded(encoded).to_send())
         for attempt in itertools.count():
-            made_tokens = tokens_in(log)
-            sent = replace(sent, attempt=attempt, log=bytes(log), made_tokens=made_tokens)
-            request_id = sent.attempt_id
-            fleet.on_begun(request_id)
-            sent_s = taken_s = time.monotonic()
-            first_bytes = False
+            course.begin(attempt)
             try:
-                answer = self._answer(run_call, fleet, sent, log, begun=begun, is_last=left == 1)
-                async with aclosing(answer) as items:
+                async with aclosing(self._answer(run_call, course)) as items:
                     async for item in items:
                         if isinstance(item, AnswerHeader) and item.is_first:
-                            taken_s = time.monotonic()
-                            yield _attempt(fleet, request_id, sent_s)
-                        if not begun and left > 1 and _another_can_load(fleet, sent, item):
-                            log.clear()
+                            yield course.attempt()
+                        elif isinstance(item, Refusal) and course.another_can_load(item):
                             raise Unavailable("the replica could not load the adapter")
-                        if not first_bytes and isinstance(item, bytes):
-                            begun = first_bytes = True
-                            fleet.on_first_bytes(request_id)
+                        elif isinstance(item, bytes):
+                            course.on_bytes()
                         yield item
-            except Unavailable as error:
-                yield _attempt(fleet, request_id, sent_s, error.message)
-                reason = error.reason if isinstance(error, _AnswerLost) else None
-                left -= reason is not ResumeReason.DRAINED
-                if begun and not (left and log):
-                    raise
-                replica = fleet.accepted_by(request_id)
-                if reason is not None and replica is not None:
-                    if reason is ResumeReason.REPLICA_LOST:
-                        progress = tokens_in(log) - made_tokens >= _PROGRESS_TOKENS
-                        at_once = time.monotonic() - taken_s < _AT_ONCE_S
-                        if at_once and not progress:
-                            deaths_at_once += 1
-                            if deaths_at_once == 2:
-                                raise ReplicasLost(_REPLICAS_LOST) from error
-                            await asyncio.sleep(_SETTLE_S)
-                    if reason is not ResumeReason.DRAINED:
-                        self._count_resume(sent.call.tenant)
-                    sent = replace(sent, lost=(*sent.lost, replica))
-                    if log and left:
-                        yield Resumed(reason)
-                if not left:
-                    break
-            except LorikeetError as error:
-                yield _attempt(fleet, request_id, sent_s, error.message)
-                raise
-            else:
                 return
+            except LorikeetError as error:
+                yield course.attempt(error.message)
+                if not isinstance(error, Unavailable):
+                    raise
+                resumed = await self._leave(course, error)
+                if resumed is not None:
+                    yield resumed
             finally:
-                fleet.on_ended(request_id)
-        raise Unavailable("no replica could answer", retry_after_s=NO_REPLICA_S)
+                course.fleet.on_ended(course.sent.attempt_id)
 
     async def smoke(self, base_model: str, test: SmokeTest) -> SmokeResult | Refusal:
         """Run a smoke test on a replica.
@@ -287,15 +256,36 @@ class ServeEngineClient:
             )
         bucket.count(1, now_s)
 
+    async def _leave(self, course: "_Course", error: Unavailable) -> Resumed | None:
+        """Prepare a call to be sent to another replica after an attempt has failed.
+
+        Return the item that announces that the other replica goes on with the answer; None if the
+        answer begins anew.
+
+        Raises Unavailable if the call is sent to no other replica, ReplicasLost if the request
+        seems to be the reason.
+        """
+        reason = error.reason if isinstance(error, _AnswerLost) else None
+        replica = course.fleet.accepted_by(course.sent.attempt_id)
+        course.left -= reason is not ResumeReason.DRAINED
+        goes_on = course.left > 0 and len(course.log) > 0
+        if course.begun and not goes_on:
+            raise error
+        if reason is not None and replica is not None:
+            if reason is ResumeReason.REPLICA_LOST and course.may_be_at_fault():
+                course.deaths_at_once += 1
+                if course.deaths_at_once == 2:
+                    raise ReplicasLost(_REPLICAS_LOST) from error
+                await asyncio.sleep(_SETTLE_S)
+            if reason is not ResumeReason.DRAINED:
+                self._count_resume(course.sent.call.tenant)
+            course.sent = replace(course.sent, lost=(*course.sent.lost, replica))
+        if not course.left:
+            raise Unavailable("no replica could answer", retry_after_s=NO_REPLICA_S) from error
+        return Resumed(reason) if reason and replica and goes_on else None
+
     async def _answer(
-        self,
-        run_call: DeploymentHandle[Any],
-        fleet: Fleet,
-        encoded: EncodedCall,
-        log: bytearray,
-        *,
-        begun: bool,
-        is_last: bool,
+        self, run_call: DeploymentHandle[Any], course: "_Course"
     ) -> AsyncGenerator[StreamItem, None]:
         """Send a call once and stream the answer from its ResponseBuffer.
 
@@ -304,13 +294,12 @@ class ServeEngineClient:
         replica takes an answer that has begun, GenerationFailed if the replica's code failed.
 
         run_call: handle of the replicas' method `run_call`.
-        log: to which the log of the items is appended.
-        begun: whether the client has bytes of the answer.
-        is_last: whether the call is sent to no further replica.
         """
+        fleet, encoded, begun = course.fleet, course.sent, course.begun
         request_id, loop = encoded.attempt_id, asyncio.get_running_loop()
         late = Unavailable("no replica took the answer over: send the request again")
-        with self._buffers.opened(request_id, log, begun=begun, is_last=is_last) as buffer:
+        is_last = course.left == 1
+        with self._buffers.opened(request_id, course.log, begun=begun, is_last=is_last) as buffer:
             giving_up = loop.call_later(_TAKE_OVER_S, buffer.fail, late) if begun else None
             sent: Any = run_call.remote(encoded, self._gateway)
             awaiting = asyncio.create_task(_await_call(sent, buffer))
@@ -322,7 +311,7 @@ class ServeEngineClient:
                         if isinstance(item, Refusal) and item.code == Unavailable.code:
                             raise _AnswerLost(item.message, ResumeReason.ENGINE_CLOSED)
                         if isinstance(item, AnswerHeader) and item.is_first:
-                            _update_fleet(fleet, request_id, item)
+                            course.on_taken(item)
                             if giving_up is not None:
                                 giving_up.cancel()
                         yield item
@@ -431,22 +420,86 @@ async def _await_call(sent: AsyncIterable[Refusal | None], buffer: ResponseBuffe
         buffer.fail(error)
 
 
-def _attempt(fleet: Fleet, request_id: str, sent_s: float, failure: str | None = None) -> Attempt:
-    """Return the record of one attempt, that is one replica's try at a request.
+class _Course:
+    """Course of one call through replicas, until one completes its answer.
 
-    sent_s: time when the call was sent, by time.monotonic.
-    failure: error message; None: the replica has begun to answer.
+    fleet: replicas of the base model.
+    sent: the call, as its present attempt sends it.
+    log: log of the answer's outputs so far.
+    left: number of attempts left, with the present one.
+    begun: whether the client has bytes of the answer.
+    deaths_at_once: number of replicas that the call may have ended.
     """
-    decision, now_s = fleet.decision(request_id), time.monotonic()
-    if decision is None or decision.accepted_s is None:
-        candidates = decision.candidates if decision else ()
-        return Attempt(request_id, None, now_s - sent_s, candidates, failure)
-    waited_s = decision.accepted_s - sent_s
-    return Attempt(request_id, decision.replica, waited_s, decision.candidates, failure)
+
+    def __init__(self, fleet: Fleet, sent: EncodedCall) -> None:
+        self.fleet, self.sent, self.log = fleet, sent, bytearray()
+        self.left, self.begun, self.deaths_at_once = _ATTEMPTS, False, 0
+
+    def begin(self, attempt: int) -> None:
+        """Begin an attempt. attempt: number of attempts before it."""
+        log, made_tokens = bytes(self.log), tokens_in(self.log)
+        self.sent = replace(self.sent, attempt=attempt, log=log, made_tokens=made_tokens)
+        self.fleet.on_begun(self.sent.attempt_id)
+        self._sent_s = self._taken_s = time.monotonic()
+        self._has_bytes = False
+
+    def on_taken(self, header: AnswerHeader) -> None:
+        """Record that a replica has taken the call, and its status and the adapter's residency.
+
+        header: the answer's first header.
+        """
+        fleet, self._taken_s = self.fleet, time.monotonic()
+        fleet.on_accepted(self.sent.attempt_id, header.replica)  # Serve's own notice may come later
+        if header.status is not None:
+            fleet.on_status_update(header.replica, header.status, HEADER_AGE_S)
+        if header.digest is not None and header.residency is not None:
+            fleet.on_adapter_found(header.replica, header.digest, header.residency)
+
+    def on_bytes(self) -> None:
+        """Record that the replica has sent bytes of the answer."""
+        self.begun = True
+        if not self._has_bytes:
+            self._has_bytes = True
+            self.fleet.on_first_bytes(self.sent.attempt_id)
+
+    def attempt(self, failure: str | None = None) -> Attempt:
+        """Return the record of the present attempt.
+
+        failure: error message; None: the replica has begun to answer.
+        """
+        request_id, now_s = self.sent.attempt_id, time.monotonic()
+        decision = self.fleet.decision(request_id)
+        if decision is None or decision.accepted_s is None:
+            candidates = decision.candidates if decision else ()
+            return Attempt(request_id, None, now_s - self._sent_s, candidates, failure)
+        waited_s = decision.accepted_s - self._sent_s
+        return Attempt(request_id, decision.replica, waited_s, decision.candidates, failure)
+
+    def another_can_load(self, refusal: Refusal) -> bool:
+        """Return True if another replica can take a call whose adapter failed to load, and then
+        drop the log, as the weights may have been damaged. Tell the fleet of the failed load.
+        """
+        adapter = self.sent.call.adapter
+        if self.begun or self.left == 1 or refusal.code != _LOAD_FAILED or adapter is None:
+            return False
+        if refusal.fault is LoadFault.ADAPTER:
+            can_load = self.fleet.on_adapter_failed(adapter.digest)
+        else:
+            replica = self.fleet.accepted_by(self.sent.attempt_id)
+            full = replica if refusal.fault is LoadFault.DISK else None
+            can_load = self.fleet.on_load_failed(adapter.digest, full)
+        if can_load:
+            self.log.clear()
+        return can_load
+
+    def may_be_at_fault(self) -> bool:
+        """Return True if the replica was lost just after it took the call, without progress."""
+        progress = tokens_in(self.log) - self.sent.made_tokens >= _PROGRESS_TOKENS
+        return time.monotonic() - self._taken_s < _AT_ONCE_S and not progress
 
 
 class _AnswerLost(Unavailable):
-    """Replica that will not complete an answer, for a reason that spares other replicas."""
+    """A replica will not complete an answer, and another replica may."""
 
     def __init__(self, message: str, reason: ResumeReason) -> None:
         super().__init__(message)
@@ -460,29 +513,6 @@ def _seeded(encoded: EncodedCall) -> EncodedCall:
         return encoded
     sampling = replace(sampling, seed=secrets.randbits(63))
     return replace(encoded, call=replace(encoded.call, sampling=sampling))
-
-
-def _another_can_load(fleet: Fleet, encoded: EncodedCall, item: StreamItem) -> bool:
-    """Return True if `item` refuses the call because its adapter failed to load, and another
-    replica can take the call. Also tells the fleet of the failed load.
-    """
-    adapter = encoded.call.adapter
-    if not isinstance(item, Refusal) or item.code != _LOAD_FAILED or adapter is None:
-        return False
-    digest = adapter.digest
-    if item.fault is LoadFault.ADAPTER:
-        return fleet.on_adapter_failed(digest)
-    full = fleet.accepted_by(encoded.attempt_id) if item.fault is LoadFault.DISK else None
-    return fleet.on_load_failed(digest, full)
-
-
-def _update_fleet(fleet: Fleet, request_id: str, header: AnswerHeader) -> None:
-    """Update the fleet with the replica, status and residency in an answer's header."""
-    fleet.on_accepted(request_id, header.replica)  # Serve's own notice may come later
-    if header.status is not None:
-        fleet.on_status_update(header.replica, header.status, HEADER_AGE_S)
-    if header.digest is not None and header.residency is not None:
-        fleet.on_adapter_found(header.replica, header.digest, header.residency)
 
 
 def _fleet(handle: DeploymentHandle[Any]) -> Fleet:

@@ -394,8 +394,8 @@ class RateLimitHold:
     def reserve(self, tokens: int, base_model: str, *, background: bool = False) -> None:
         """Reserve tokens, and begin to wait for the first token.
 
-        background: whether the request waits for all others, so that its wait says nothing of
-            theirs.
+        background: the request runs in the background, so its wait says nothing about the wait of
+            others and is not estimated.
 
         Raises RateLimited beyond a token limit, Overloaded if the estimated queue time is too long.
         """

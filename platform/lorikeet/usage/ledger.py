@@ -2,8 +2,9 @@
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import UTC, date, datetime
+from operator import add, attrgetter
 from threading import Lock
 from typing import NamedTuple, TypeVar
 
@@ -44,8 +45,8 @@ class UsageCounts:
     pushes: pushed versions of the adapter that a gateway has validated and accepted.
     pushed_bytes: bytes of these versions.
     cost: price of the tokens when they were counted, in units of cost (prices.py).
-    flex_prompt_tokens, flex_cached_tokens, flex_output_tokens: those of the tokens that lines of
-        batches and requests of service tier flex used.
+    flex_prompt_tokens, flex_cached_tokens, flex_output_tokens: tokens of batches' lines and of
+        requests of service tier flex, which the other counts include.
     """
 
     requests: int = 0
@@ -63,21 +64,7 @@ class UsageCounts:
     flex_output_tokens: int = 0
 
     def __add__(self, more: "UsageCounts") -> "UsageCounts":
-        return UsageCounts(
-            self.requests + more.requests,
-            self.prompt_tokens + more.prompt_tokens,
-            self.cached_tokens + more.cached_tokens,
-            self.output_tokens + more.output_tokens,
-            self.slot_s + more.slot_s,
-            self.loads + more.loads,
-            self.load_bytes + more.load_bytes,
-            self.pushes + more.pushes,
-            self.pushed_bytes + more.pushed_bytes,
-            self.cost + more.cost,
-            self.flex_prompt_tokens + more.flex_prompt_tokens,
-            self.flex_cached_tokens + more.flex_cached_tokens,
-            self.flex_output_tokens + more.flex_output_tokens,
-        )
+        return UsageCounts(*map(add, _values(self), _values(more)))
 
     @property
     def tokens(self) -> int:
@@ -85,6 +72,7 @@ class UsageCounts:
         return self.prompt_tokens + self.output_tokens
 
 
+_values = attrgetter(*(each.name for each in fields(UsageCounts)))  # astuple would copy deeply
 NOTHING = UsageCounts()
 
 UsageByAccount = Mapping[UsageAccount, UsageCounts]

@@ -101,7 +101,7 @@ class ApiRequest(Body):
 
     @property
     def is_flex(self) -> bool:
-        """Whether the request asks to be served with what others leave: service_tier "flex"."""
+        """Whether the request asks to run in the background: service_tier "flex"."""
         return getattr(self, "service_tier", None) == "flex"
 
     @abstractmethod
@@ -171,16 +171,8 @@ class StreamOptions(Body):
     continuous_usage_stats: bool = False
 
 
-class SampledRequest(OpenAIRequest):
-    """Fields that control sampling and an answer's end, common to chats, completions and responses.
-
-    Beyond OpenAI's fields: top_k, min_p, repetition_penalty, min_tokens, stop_token_ids,
-    ignore_eos and logprobs_mode.
-
-    limit_name: name of the field that `output_limit` returns.
-    """
-
-    limit_name: ClassVar[str] = "max_tokens"
+class SamplingFields(Body):
+    """Fields that control sampling and an answer's end, common to OpenAI's APIs and vLLM's."""
 
     min_tokens: Annotated[int, Field(ge=0, le=INT32)] = 0
     top_k: AnyTopK = 0
@@ -193,6 +185,19 @@ class SampledRequest(OpenAIRequest):
     stop: Stop = ()
     stop_token_ids: list[TokenId] = Field(default=[], max_length=64)
     ignore_eos: bool = False
+
+
+class SampledRequest(SamplingFields, OpenAIRequest):
+    """Fields that control sampling and an answer's end, common to chats, completions and responses.
+
+    Beyond OpenAI's fields: top_k, min_p, repetition_penalty, min_tokens, stop_token_ids,
+    ignore_eos and logprobs_mode.
+
+    limit_name: name of the field that `output_limit` returns.
+    """
+
+    limit_name: ClassVar[str] = "max_tokens"
+
     logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] = "raw_logprobs"
 
     @model_validator(mode="after")
@@ -210,7 +215,7 @@ class SampledRequest(OpenAIRequest):
         """
 
     def sampled(self) -> dict[str, Any]:
-        """Return the values, by name, of the fields that SampledRequest itself defines."""
+        """Return the values, by name, of the fields that control sampling and an answer's end."""
         return {name: getattr(self, name) for name in _SAMPLED}
 
 

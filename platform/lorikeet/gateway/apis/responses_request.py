@@ -227,7 +227,7 @@ class ResponsesRequest(IgnoredFields, SampledRequest):
         braces.
 
         stored: value of the answer's member `store`.
-        flex: whether the request is served with what others leave.
+        flex: whether the request runs in the background.
         """
         members = {
             "background": False,

@@ -337,7 +337,7 @@ class _Run:
         await self._give_room(sum(len(result.line) for result in results))
 
     async def _take_room(self, size: int) -> None:
-        """Wait until `size` bytes fit into MAX_PENDING_BYTES, or nothing else is pending."""
+        """Wait until `size` bytes fit into MAX_PENDING_BYTES, or no bytes are pending; add them."""
         async with self._room:
             await self._room.wait_for(
                 lambda: not self._pending_bytes or self._pending_bytes + size <= MAX_PENDING_BYTES
@@ -405,7 +405,7 @@ async def _to_the_end(work: Coroutine[Any, Any, None]) -> None:
 
 
 def _result_json(batch: BatchRecord, line: Line, answered: Answered) -> bytes:
-    """Return a line of the output or the errors, as OpenAI documents it."""
+    """Return the result of a line as JSON, in the shape that OpenAI documents."""
     head = json.dumps({"id": _result_id(batch, line), "custom_id": line.custom_id})
     response = json.dumps({"status_code": answered.status, "request_id": answered.request_id})
     return (

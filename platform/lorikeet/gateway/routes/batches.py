@@ -1,6 +1,7 @@
 """Batches of tenants, in the shape of OpenAI's API: /v1/batches."""
 
-from typing import Annotated, Any
+from collections.abc import Callable
+from typing import Annotated, Any, TypeVar
 
 from fastapi import APIRouter, Query, Request
 
@@ -22,6 +23,7 @@ from lorikeet.gateway.generate import BATCH_ENDPOINTS
 from lorikeet.gateway.reads import TenantReads
 from lorikeet.gateway.routes.files import StoredFiles, list_json
 
+T = TypeVar("T")
 Json = dict[str, Any]
 
 _READS = 5
@@ -35,19 +37,23 @@ def batch_routes(
     authenticator: RequestAuthenticator,
     reads: TenantReads,
     files: StoredFiles,
-    batches: BatchStore | None,
     runner: BatchRunner | None,
 ) -> APIRouter:
     """Return the routes of batches. Each call counts as several reads.
 
-    batches: store of batches; None: files and batches are off, and each call says so.
-    runner: loop that runs batches in this gateway; None as `batches`.
+    runner: loop that runs batches in this gateway; None: files and batches are off, and each call
+        says so.
     """
     router = APIRouter(prefix="/v1/batches")
 
-    def store() -> BatchStore:
-        assert batches is not None, "files.call has raised"
-        return batches
+    async def call(ask: Callable[[BatchRunner], T]) -> T:
+        """Return the result of `ask`, called on a thread. Raises NotFound if batches are off."""
+
+        def with_runner(_: FileStore) -> T:
+            assert runner is not None, "files are on"
+            return ask(runner)
+
+        return await files.call(with_runner)
 
     def wake() -> None:
         if runner is not None:
@@ -62,7 +68,7 @@ def batch_routes(
             except UnknownKey:
                 raise Forbidden("a token ends before a batch does: make it with a key") from None
             body = await read_json(request, BatchRequest)
-            made = await files.call(lambda kept: _create(store(), kept, tenant, key_id, body))
+            made = await call(lambda run: _create(run.batches, run.files, tenant, key_id, body))
         wake()
         return made
 
@@ -74,18 +80,18 @@ def batch_routes(
     ) -> Json:
         async with reads.admitted(request, _READS + limit / _BATCHES_OF_READ) as caller:
             tenant = caller.tenant.name
-            page, more = await files.call(lambda _: store().page(tenant, limit, after))
+            page, more = await call(lambda run: run.batches.page(tenant, limit, after))
             return list_json(page, more)
 
     @router.get("/{batch_id}")
     async def get_batch(request: Request, batch_id: str) -> Json:
         async with reads.admitted(request, _READS) as caller:
-            return await files.call(lambda _: store().json(caller.tenant.name, batch_id))
+            return await call(lambda run: run.batches.json(caller.tenant.name, batch_id))
 
     @router.post("/{batch_id}/cancel")
     async def cancel_batch(request: Request, batch_id: str) -> Json:
         async with reads.admitted(request, _READS) as caller:
-            shown = await files.call(lambda _: store().cancel(caller.tenant.name, batch_id))
+            shown = await call(lambda run: run.batches.cancel(caller.tenant.name, batch_id))
         wake()
         return shown
 

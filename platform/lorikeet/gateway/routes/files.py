@@ -167,7 +167,7 @@ async def _form(request: Request) -> AsyncGenerator[FormData, None]:
     body = timed_parts(bounded_parts(request, MAX_FILE_BYTES + _FORM_BYTES))
     parser = MultiPartParser(
         request.headers,
-        _small(body),
+        _in_pieces(body),
         max_files=1,
         max_fields=_MAX_FIELDS,
         max_part_size=_FORM_BYTES,
@@ -184,8 +184,8 @@ async def _form(request: Request) -> AsyncGenerator[FormData, None]:
         await form.close()
 
 
-async def _small(parts: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
-    """Yield the bytes of a body in small pieces; other tasks run in between."""
+async def _in_pieces(parts: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
+    """Yield the bytes of a body in small pieces, between which other tasks run."""
     async for part in parts:
         for start in range(0, len(part), _PIECE_BYTES):
             yield part[start : start + _PIECE_BYTES]

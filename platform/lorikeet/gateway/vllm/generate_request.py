@@ -9,27 +9,16 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field
 from pydantic_core import from_json, to_json
 
-from lorikeet.gateway.apis.api_request import ApiRequest, CallContext, Penalty, Seed, Tokens
+from lorikeet.gateway.apis.api_request import ApiRequest, CallContext, SamplingFields, Tokens
 from lorikeet.gateway.apis.completion_request import CompletionRequest
-from lorikeet.gateway.apis.fields import (
-    INT32,
-    MAX_CHOICES,
-    AnyTopK,
-    Biases,
-    MinP,
-    RepetitionPenalty,
-    Stop,
-    Temperature,
-    TokenId,
-    TopP,
-)
+from lorikeet.gateway.apis.fields import MAX_CHOICES, Temperature, TokenId, TopP
 from lorikeet.gateway.apis.no_ops import SAMPLING_NO_OPS
-from lorikeet.gateway.body import Body, NoOps
+from lorikeet.gateway.body import NoOps
 from lorikeet.protocol.messages import Call
 from lorikeet_engine.request import MAX_LOGPROBS, MAX_PROMPT_LOGPROBS
 
 
-class VllmSampling(Body):
+class VllmSampling(SamplingFields):
     """vLLM's SamplingParams with vLLM's defaults. Fields that only change text are accepted without
     effect, as answers have no text.
     """
@@ -44,19 +33,8 @@ class VllmSampling(Body):
 
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
     max_tokens: Tokens | None = 16
-    min_tokens: Annotated[int, Field(ge=0, le=INT32)] = 0
     temperature: Temperature = 1.0
     top_p: TopP = 1.0
-    top_k: AnyTopK = 0
-    min_p: MinP = 0.0
-    presence_penalty: Penalty = 0.0
-    frequency_penalty: Penalty = 0.0
-    repetition_penalty: RepetitionPenalty = 1.0
-    logit_bias: Biases | None = None
-    seed: Seed | None = None
-    stop: Stop = ()
-    stop_token_ids: list[TokenId] = Field(default=[], max_length=64)
-    ignore_eos: bool = False
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_PROMPT_LOGPROBS)] | None = None
 
