@@ -397,6 +397,8 @@ class RandomCheckpoint(Checkpoint):
     soon as it is drawn: beside the model, the device holds one linear in floats.
     """
 
+    has_head = True
+
     def __init__(
         self,
         device: torch.device,

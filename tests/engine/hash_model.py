@@ -70,7 +70,7 @@ class HashModel:
         if states:
             kinds, net = (LayerKind.DELTA_NET,), RecurrentShape(1, 1, 1, 1, 2)
             self.shape = replace(config.shape, kinds=kinds, recurrent=net)
-        self.device, self.dtype = torch.device("cpu"), torch.float32
+        self.device, self.dtype, self.generates = torch.device("cpu"), torch.float32, True
         self.tokens = 0  # tokens computed so far
         self.started = False  # at an engine's start sequences share pages as they never do later
         self.before: Callable[[Batch], None] = lambda batch: None
