@@ -33,7 +33,7 @@ class _Image:
 
 
 class HostArena:
-    """Packed images in host memory, by digest. Thread-safe.
+    """Images (adapters packed for the GPU) in host memory, by digest. Thread-safe.
 
     A new image evicts the images that were held least recently. An image is held while it is
     written, or copied to the GPU or the disk; a held image is never evicted.

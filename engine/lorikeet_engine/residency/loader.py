@@ -70,7 +70,8 @@ class LoadResult:
         the host had no memory, try again once the host arena's `frees` differs from this result's.
         REMOTE if the load failed.
     error: reason why the load failed; None if it did not.
-    frees: the host arena's counter `frees` before the attempt, if the host had no memory.
+    frees: if the host had no memory: the host arena's `frees` before the attempt, a counter that
+        grows when memory may have become free.
     elements: size of the loaded image on one GPU; None if no image was loaded to the host.
     read_s: seconds from the disk to the host. If the blob was packed while another process wrote
         it: CPU seconds of the packing.
@@ -124,7 +125,7 @@ class _LoadTask:
 
 
 class Loader:
-    """Loader of adapters to the disk and to the host.
+    """Loader of adapters from the store to the disk, and from the disk to host memory.
 
     Concurrent calls for one digest share a load.
 

@@ -49,7 +49,8 @@ class AdapterSource(Protocol):
 
 
 class DiskCache:
-    """Blobs and images of adapters in a folder, within a budget of bytes. Thread-safe.
+    """Adapters' blobs (safetensors files) and images (packed for the GPU) in a folder, within a
+    budget of bytes. Thread-safe.
 
     Beyond the budget, the least recently used files are removed. Pinned files and the file just
     added may exceed the budget. Images with other fingerprints (packed for another model), which

@@ -34,10 +34,11 @@ _DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
 
 def fingerprint(shape: BaseShape, limits: AdapterLimits, dtype: torch.dtype, world: int = 1) -> str:
-    """Return a fingerprint of all that determines an image apart from the blob: 16 hex digits.
+    """Return a fingerprint (16 hex digits) of all that determines an image (a packed adapter),
+    apart from the adapter's own file.
 
     limits: limits on adapters. They are included because an image file is read without the checks
-        of its blob.
+        of the adapter's own file.
     dtype: dtype of the image.
     world: number of tensor parallel ranks that share the model.
     """

@@ -40,7 +40,7 @@ class LoadReason(Enum):
 
 
 class PlaceOnGpu(Protocol):
-    """Signature of the method of Tiers that copies an image to the GPU."""
+    """Function that copies an image to the GPU, as pins, prefetches and requests need it."""
 
     def __call__(
         self, ref: AdapterRef, image: PackedImage, reason: LoadReason, uses: float = 0.0
@@ -62,7 +62,8 @@ class GpuAdapter:
 
     sums: checksums of the image's layers when it was packed.
     score: eviction score; the adapter with the lowest is evicted first.
-    leases: number of leases.
+    last_used_s: time of the last use, by the clock of GpuAdapters.
+    leases: number of sequences that use the adapter now.
     guarded_until_s: time until which the adapter is not evicted, since a request waits for it; None
         if the adapter is not guarded.
     copying: whether the copy is incomplete, so that the adapter cannot be leased yet.
@@ -97,8 +98,9 @@ class Lease:
     head_rank: LoRA rank of the adapter on lm_head.
     head_rows: number of rows of lm_head that the adapter replaces.
     changes_experts: whether linears of experts are adapted.
-    has_vectors: whether linears have vectors (LoraWeights.vectors).
-    composed: False; True in CompositionLease, which has the same attributes.
+    has_vectors: whether linears have a gain and a bias (LoraWeights.vectors), as of DoRA.
+    composed: whether this is the lease of a composition (CompositionLease), which has the same
+        attributes.
     """
 
     composed = False
