@@ -51,7 +51,9 @@ class Int4:
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """Suffixes by which a linear of this format is recognised, see WeightFormat."""
+        """Suffixes by which a linear of this format is recognised: the checkpoint has a tensor
+        whose name is the linear's path plus the suffix.
+        """
         return (_MARKS.get(self.stored.format, ".qweight"),)
 
     def dequantize(self, weight: str, shape: Sequence[int], parts: PartReader) -> torch.Tensor:
@@ -73,9 +75,12 @@ class Int4:
     def pack(self, weight: str, shape: Sequence[int], parts: PartReader) -> PackedWeight:
         """Return a 4-bit weight packed for the kernels, with its exact values.
 
-        Raises ModelError as `dequantize` does, or if the kernels have no place for its groups.
+        Raises ModelError if a tensor is missing or malformed, or if the groups are not of the sizes
+        that the format and the kernels need.
 
-        weight, shape, parts: as for dequantize.
+        weight: name of the weight.
+        shape: (d_out, d_in).
+        parts: reader of the stored tensors.
         """
         found = self._integers(weight, shape, parts)
         try:
