@@ -45,7 +45,9 @@ def turned(step: tl.tensor, begin: tl.tensor, end: tl.tensor, tile: tl.tensor) -
     bytes one after another. If few tokens are multiplied, programs that keep step with each other
     wait for that: a product of 2 tokens took an H200 52 µs, and takes 37.
 
-    begin, end: the program's blocks of inputs. tile: the program's tile of outputs.
+    step: number from `begin` to `end`, excluded.
+    begin, end: the program's blocks of inputs.
+    tile: index of the program's tile of outputs.
     """
     block = step + tile % (end - begin)
     return tl.where(block < end, block, block - (end - begin))
