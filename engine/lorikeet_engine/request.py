@@ -226,7 +226,7 @@ class DraftSource(StrEnum):
 
 
 class DraftCounts(NamedTuple):
-    """Numbers of drafted tokens from one source.
+    """Numbers of drafted tokens (speculative decoding) from one source.
 
     drafted: drafted tokens that steps have verified.
     accepted: those of them that became output tokens.

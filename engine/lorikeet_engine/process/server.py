@@ -126,7 +126,8 @@ class EngineLoop:
     step_timeout_s: time after which a step counts as hanging.
 
     The process is ended if no later step could work: if a step exceeds step_timeout_s, if the
-    device is lost, or if the engine cannot begin anew after an error of its own code.
+    device is lost, or if the engine, after an error of its own code, cannot fail all requests and
+    begin anew.
     """
 
     def __init__(

@@ -89,7 +89,9 @@ class LoadResult:
 
 @dataclass(frozen=True, slots=True)
 class _SourceFailure:
-    """Failure of a download whose source hung, and the monotonic time of the failure."""
+    """Failure of a download whose source (the store of blobs) hung, and the monotonic time of the
+    failure.
+    """
 
     error: Exception
     at_s: float
