@@ -17,6 +17,7 @@ class ProductConfig:
     block_out, block_in: size, in outputs and inputs, of the weight tile that a program multiplies
         at once.
     split: number of programs among which the inputs of each output are divided (split-K).
+    warps, stages: Triton's num_warps and num_stages.
     """
 
     block_out: int

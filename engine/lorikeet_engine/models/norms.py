@@ -182,7 +182,9 @@ def shared_qk_norm(
 
     Computes the part of this rank's heads, and sums the parts over ranks.
 
-    qkv, kv_heads, lora: operands of the call of rotary_and_store_kv that will apply the norm.
+    qkv: this rank's queries, keys and values of each token, not yet normalised.
+    kv_heads: number of this rank's heads of keys.
+    lora: LoRA delta of qkv; None: no adapter.
     """
     squares = mean_squares(qkv, kv_heads, ranks.world, lora)
     ranks.sums.all_reduce(squares)
