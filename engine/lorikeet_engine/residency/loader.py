@@ -358,7 +358,7 @@ class Loader:
             raise
 
     def _pack(self, task: _LoadTask, blob: Path, verify: Callable[[], None] | None = None) -> None:
-        """Pack a blob to the host.
+        """Pack an adapter's blob (safetensors file) into host memory.
 
         verify: raises if the blob is damaged; runs at the same time as the packing.
         """
@@ -384,7 +384,7 @@ class Loader:
     def _fill(
         self, task: _LoadTask, layout: PackedLayout, write: Callable[[torch.Tensor], LayerSums]
     ) -> bool:
-        """Write an image into newly reserved memory on the host, and end the load.
+        """Write an adapter's packed image into newly reserved memory on the host, and end the load.
 
         If too little memory is free, ends the load with the adapter on the disk and returns False,
         or raises AdapterLoadFailed if the blob is not on the disk.

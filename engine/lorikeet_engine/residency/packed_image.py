@@ -230,7 +230,7 @@ def _changes_experts(rows: torch.Tensor, shape: BaseShape) -> bool:
 
 
 class PackedImage(NamedTuple):
-    """Image in memory, with the spans of all tensor parallel ranks.
+    """Packed adapter (image) in memory, with the parts (spans) for all tensor parallel ranks.
 
     elements: the matrices, [layout.image_elements].
     sums: checksums of the layers when the image was packed, span by span.

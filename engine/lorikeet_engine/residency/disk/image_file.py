@@ -47,7 +47,7 @@ def fingerprint(shape: BaseShape, limits: AdapterLimits, dtype: torch.dtype, wor
 
 
 def write_image(path: Path, name: str, image: PackedImage) -> None:
-    """Write an adapter's image as a file.
+    """Write an adapter's packed image as a file.
 
     path: file to write, which may have a temporary name.
     name: final name of the file, which is stored inside it.
@@ -184,7 +184,8 @@ def _damaged(path: Path) -> AdapterRejected:
 
 
 class ImageWriter:
-    """Writes images from host memory to the disk, one after another, on a thread of its own.
+    """Writes adapters' packed images from host memory to the disk, one after another, on a thread
+    of its own.
 
     on_release: called when an image's data is written, so that host memory may evict the image
         again.

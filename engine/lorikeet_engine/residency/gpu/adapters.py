@@ -30,8 +30,8 @@ _EVICT_BEFORE_MOVING = 2
 
 
 class LoadReason(Enum):
-    """Reason why an image is placed on the GPU; it decides which adapters may be evicted for the
-    image.
+    """Reason why an adapter's packed image is placed on the GPU; it decides which adapters may be
+    evicted for the image.
     """
 
     REQUEST = auto()  # also revokes pins if nothing else can be evicted
@@ -292,7 +292,7 @@ class GpuAdapters:
         return Lease(adapter, self._lease_ended, on_release)
 
     def evict_for(self, elements: int, *, for_request: bool, below: float = math.inf) -> bool:
-        """Evict adapters until an image of this size fits.
+        """Evict adapters until a packed adapter of this size fits into the GPU's arena.
 
         Returns False, and evicts none, if evictions cannot free enough memory.
 
@@ -319,7 +319,7 @@ class GpuAdapters:
     def place(
         self, ref: AdapterRef, image: PackedImage, reason: LoadReason, uses: float = 0.0
     ) -> ImageCopy | None:
-        """Begin to copy an image to the GPU, evicting other adapters as needed.
+        """Begin to copy an adapter's packed image to the GPU, evicting other adapters as needed.
 
         Returns None if not enough memory can be freed. The adapter can be leased after
         `copy_finished`.

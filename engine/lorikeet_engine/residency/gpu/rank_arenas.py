@@ -19,8 +19,8 @@ from lorikeet_engine.residency.gpu.image_copies import CopyEvent, CopyTotal, Ima
 
 @dataclass(frozen=True, slots=True)
 class CopyImage:
-    """Command to copy a rank's image from the host to its GPU, and to report its checksum at the
-    copy's end.
+    """Command to copy each rank's part of a packed adapter (its image) from the host to its GPU,
+    and to report its checksum at the copy's end.
 
     copy: number that identifies the copy.
     begin: element of the host arena at which rank 0's image begins; the images of the other ranks

@@ -25,7 +25,7 @@ from lorikeet_engine.residency.packed_image import PackedLayout
 
 @dataclass(frozen=True, slots=True)
 class PlacedImage:
-    """Image's layout, and its place in the device's arena."""
+    """Layout of an adapter's packed image, and its place in the arena (GPU memory for adapters)."""
 
     layout: PackedLayout
     pieces: tuple[Piece, ...]
@@ -33,7 +33,8 @@ class PlacedImage:
 
 @dataclass(frozen=True, slots=True)
 class SlotAllocation:
-    """A slot and a place in the arena, allocated for an image that is not copied yet.
+    """A slot and a place in the arena, allocated for an adapter's packed image that is not copied
+    yet.
 
     pieces: places of the image's parts.
     commands: commands for the arena, to run before the image is copied.
@@ -45,7 +46,7 @@ class SlotAllocation:
 
 
 class SlotPool:
-    """Fixed number of GPU slots for images of any size.
+    """Fixed number of GPU slots for adapters' packed images of any size.
 
     Computes places, and moves images if free blocks are too small; a DeviceArena runs the resulting
     commands. For the engine's thread only, except `placed`.
