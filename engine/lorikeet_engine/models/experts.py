@@ -402,7 +402,10 @@ def _read_biases(
 
 
 def _lora_group(shape: BaseShape, group: str) -> LoraGroup | None:
-    """Return a group of experts' linears; None if no adapter can change them."""
+    """Return a group of experts' linears; None if no adapter can change them.
+
+    group: its name in BaseShape.groups.
+    """
     linears = shape.groups.get(group)
     if linears is None:
         return None

@@ -117,7 +117,8 @@ class KvGroups:
         return cls(best, tuple(counted), tuple(places))
 
     def read_by(self, owners: Sequence[int]) -> "KvGroups":
-        """Return the groups with the places of layers that attend to other layers' keys and values.
+        """Return these groups for a model some of whose layers attend to other layers' keys and
+        values: each such layer gets its owner's place.
 
         owners: by layer, the layer whose keys and values it attends to.
         """

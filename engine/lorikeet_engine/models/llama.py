@@ -76,7 +76,9 @@ _NEXT_TOKENS = "mtp."
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """Operands that all layers of a decoder share in one forward pass."""
+    """Operands that all layers of a decoder share in one forward pass: the batch, LoRA work,
+    attention back end, rotary angles, KV cache and states.
+    """
 
     batch: Batch
     lora: LoraStep | None

@@ -19,8 +19,8 @@ class RowFacts(NamedTuple):
 
 
 class BaseRows(Protocol):
-    """Access to the rows of the base model's linears, with the values that are served: of quantised
-    weights, the decoded ones. Thread-safe.
+    """Access to the rows (one for each output) of the base model's linears, with the values that
+    are served: of quantised weights, the decoded ones. Thread-safe.
     """
 
     def facts(

@@ -132,7 +132,7 @@ def _staged_layers(spec: AdapterSpec, layout: PackedLayout) -> list[_StagedLayer
 def _layers_together(
     layers: Sequence[_StagedLayer], max_bytes: int
 ) -> Iterator[list[_StagedLayer]]:
-    """Group layers into runs, which are packed together.
+    """Group an adapter's layers into runs, which are packed together.
 
     The layers of a run have matrices of the same sizes (equal `likeness`), and lie in the image at
     equal distances.
@@ -176,7 +176,7 @@ def _write_layers(
     arrived: Callable[[int], None] | None,
     layers: Sequence[_StagedLayer],
 ) -> dict[tuple[int, int], int]:
-    """Write layers of a blob to each span of the image.
+    """Write layers of a blob (adapter's file) to each span of the image (packed adapter).
 
     Returns checksums, by (span, layer). The checksum of the outer layer (lm_head and embeddings)
     does not yet cover its rows of trained tokens.
@@ -382,7 +382,8 @@ def _strided(
 
 
 def _read(descriptor: int, targets: Mapping[TensorSpan, memoryview]) -> None:
-    """Read matrices from a blob; matrices that are adjacent in the file share one system call.
+    """Read matrices from a blob (adapter's file); matrices that are adjacent in the file share one
+    system call.
 
     targets: memory for each matrix, in the file's order.
     """

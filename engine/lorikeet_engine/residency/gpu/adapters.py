@@ -145,7 +145,7 @@ class Lease:
 
 
 class GpuAdapters:
-    """Decides which adapters are on the GPU, and leases them.
+    """Decides which adapters are on the GPU, and leases them to sequences.
 
     For the engine's thread only, except holds, snapshot, available_elements and victim.
     """
@@ -245,7 +245,9 @@ class GpuAdapters:
         return adapter.layout.max_rank if adapter is not None else None
 
     def loaded_at_s(self, digest: str) -> float:
-        """Return the time at which an adapter's copy to the GPU was complete."""
+        """Return the time at which an adapter's copy to the GPU was complete, by the constructor's
+        `clock`.
+        """
         return self._adapters[digest].loaded_at_s
 
     def snapshot(self) -> list[GpuAdapter]:

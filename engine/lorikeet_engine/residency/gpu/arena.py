@@ -96,7 +96,9 @@ class WriteMembers:
 
 @dataclass(frozen=True, slots=True)
 class ReadsEnd:
-    """Command to record that the steps launched so far are the last to read the image in a slot."""
+    """Command to record that the steps launched so far are the last to read the adapter's image in
+    a slot.
+    """
 
     slot: int
 

@@ -112,7 +112,8 @@ class Compositions:
         return CompositionLease(self._slots[digest], leases, lambda: self._ended(digest))
 
     def gather(self, composition: Composition) -> None:
-        """Protect a composition's adapters on the GPU from eviction while its others load.
+        """Protect the adapters of a composition (a sum of adapters) on the GPU from eviction while
+        its others load.
 
         Call again until all are on the GPU. Only one composition is protected at a time: two
         could each hold memory that the other needs.

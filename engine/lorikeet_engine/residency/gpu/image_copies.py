@@ -30,7 +30,9 @@ class CopyTotal(Protocol):
     """
 
     def wait(self) -> torch.Tensor:
-        """Return the checksum of the copied image, [] int64, once the copy is complete."""
+        """Return the checksum of the adapter's image as copied, [] int64, once the copy is
+        complete.
+        """
         ...
 
 

@@ -70,7 +70,7 @@ class SlotPool:
         return self.elements - self._blocks.free
 
     def can_place(self, elements: int) -> bool:
-        """Whether there is a free slot and enough free elements for an image of this size."""
+        """Whether a slot is free, and enough elements for a packed adapter of this size."""
         return bool(self._free) and elements <= self._blocks.free
 
     def fits(self, layout: PackedLayout) -> bool:
@@ -78,7 +78,8 @@ class SlotPool:
         return bool(self._free) and bool(self._split(layout))
 
     def place(self, layout: PackedLayout) -> SlotAllocation:
-        """Allocate a slot and a place for an image, moving other images if necessary.
+        """Allocate a slot and a place for an adapter's packed image, moving other images if
+        necessary.
 
         Requires that `can_place` returns True for the image's size.
         """
@@ -96,11 +97,13 @@ class SlotPool:
         return SlotAllocation(slot, placed.pieces, (*commands, self._row(slot)))
 
     def placed(self) -> dict[int, PlacedImage]:
-        """Return a snapshot of all images in the arena, by slot. For any thread, without a lock."""
+        """Return a snapshot of all adapters' images in the arena, by slot. For any thread, without
+        a lock.
+        """
         return self._placed.copy()
 
     def image(self, slot: int) -> PlacedImage | None:
-        """Return the image in a slot; None if the slot is free.
+        """Return the adapter's image in a slot; None if the slot is free.
 
         Each move or replacement of the image makes a new object, so `is` tells whether it has
         changed.
@@ -115,7 +118,8 @@ class SlotPool:
         return ClearRow(slot)
 
     def _split(self, layout: PackedLayout) -> list[int]:
-        """Split an image between layers so that its pieces fit into the largest holes.
+        """Split an adapter's packed image between layers so that its pieces fit into the largest
+        holes.
 
         Returns the element of the image at which each piece ends; [] if no such split fits.
         """
