@@ -61,7 +61,8 @@ class SamplingParams:
         the first; None reports no log probabilities of the prompt. A prompt whose log probabilities
         are reported is not taken from the prefix cache.
     keep_stop_token: keep the stop token in the output.
-    grammar: language that the output must belong to, in the notation of the engine's Grammars.
+    grammar: grammar that the output must follow, as text for the engine's Grammars to compile;
+        None: any output.
     """
 
     max_tokens: int = 16
@@ -167,8 +168,9 @@ class Request:
         None for a choice that has ended there. Empty for a new request. The engine outputs only
         the tokens that follow, which are those that the other engine would have sampled next:
         penalties, grammar, limits and draws count the made tokens. Prompts are not scored again.
-    pools: return a Pooled of each prompt, before the one token that the prompt's choice makes. A
-        head takes the last token's hidden state. For a mean, prompts are not taken from the prefix
+    pools: how to make one vector of each prompt's hidden states; a Pooled of each prompt is then
+        output, before the one token that the prompt's choice makes. A classification or reward head
+        takes the last token's hidden state. For a mean, prompts are not taken from the prefix
         cache.
     """
 
@@ -224,7 +226,7 @@ class DraftSource(StrEnum):
 
 
 class DraftCounts(NamedTuple):
-    """Numbers of drafted tokens from one source.
+    """Numbers of drafted tokens (speculative decoding) from one source.
 
     drafted: drafted tokens that steps have verified.
     accepted: those of them that became output tokens.
@@ -236,7 +238,7 @@ class DraftCounts(NamedTuple):
 
 
 class MemberLoad(NamedTuple):
-    """Load of one adapter of a composition.
+    """Load of one adapter of a composition (a weighted sum of adapters).
 
     residency: tier that held the adapter when the request came.
     load_s: seconds for which the request waited for the adapter.

@@ -17,6 +17,7 @@ class ProductConfig:
     block_out, block_in: size, in outputs and inputs, of the weight tile that a program multiplies
         at once.
     split: number of programs among which the inputs of each output are divided (split-K).
+    warps, stages: Triton's num_warps and num_stages.
     """
 
     block_out: int
@@ -45,7 +46,9 @@ def turned(step: tl.tensor, begin: tl.tensor, end: tl.tensor, tile: tl.tensor) -
     bytes one after another. If few tokens are multiplied, programs that keep step with each other
     wait for that: a product of 2 tokens took an H200 52 µs, and takes 37.
 
-    begin, end: the program's blocks of inputs. tile: the program's tile of outputs.
+    step: number from `begin` to `end`, excluded.
+    begin, end: the program's blocks of inputs.
+    tile: index of the program's tile of outputs.
     """
     block = step + tile % (end - begin)
     return tl.where(block < end, block, block - (end - begin))

@@ -15,11 +15,13 @@ Int32s = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class StateRows:
-    """States of delta nets (linear attention) that a step reads and updates; tensors on the device.
+    """States of delta nets (linear attention) or Mamba 2 that a step reads and updates; tensors on
+    the device.
 
     decodes: sequences of which the step has one token; None: there are none.
     prefills: sequences of which the step has several tokens; None: there are none.
-    fresh [sequences that begin] int64: slots of states to set to zeros before the step.
+    fresh [sequences that begin] int64: slots (places in RecurrentStates) of states to set to zeros
+        before the step.
     copies: pairs of slots, from which a state is copied and to which, one after the other before
         the step; a slot is read before it is written. On the host.
     """
@@ -48,7 +50,7 @@ class Batch:
 
     segments: LoRA work of the layers; None: no sequence has an adapter.
     head_segments: LoRA work of lm_head, over the rows of logit_rows; None: no adapter changes it.
-    states: states of delta nets that the step uses; None for a model without delta nets.
+    states: states of delta nets or Mamba 2 that the step uses; None for a model without either.
     """
 
     token_ids: torch.Tensor

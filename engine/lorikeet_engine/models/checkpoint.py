@@ -45,11 +45,13 @@ from lorikeet_engine.parallel.shard import WHOLE, Shard
 class Checkpoint:
     """Tensors of a checkpoint folder by name, cast to one dtype on one device.
 
-    Use it as a context manager: tensors are complete once it is left without an exception. In
-    addition to the tensors, only Staging's buffers take host memory. On the meta device only the
-    files' headers are read: a rehearsal, which finds all errors except bad values.
+    Use it as a context manager: tensors are complete once it is left without an exception. Reading
+    takes no host memory but the tensors' own and the buffers of Staging, which copies files to the
+    device. On the meta device only the files' headers are read, which finds all errors except bad
+    values.
 
-    shard: part of the model that this process keeps; callers pass the Cut of each tensor.
+    shard: part of the model that this process keeps. Callers of the methods that read say which
+        part (Cut) of each tensor that is.
     rounding: format that read_linear rounds to; None: as stored.
     packs_linears: whether read_fused keeps linears of 4 bits packed.
     packs_experts: whether read_mxfp4 reads experts, which otherwise are floats.
@@ -70,10 +72,12 @@ class Checkpoint:
     ) -> None:
         """Read the headers of a checkpoint's safetensors files.
 
-        Raises ModelError. Its `field` is the file at fault. It is weight_dtype if linears that are
-        already quantised would be rounded to NF4, or if weights would stay packed that are not in
-        AWQ, GPTQ, W4A16, NF4 or MXFP4; and config.json's quantization_config if no linear is
-        stored in that format.
+        Raises ModelError, whose `field` is
+        - weight_dtype, if `rounding` is NF4 and linears are quantised already, or if `packed` is
+          set and linears are not in AWQ, GPTQ, W4A16, NF4 or MXFP4;
+        - quantization_config.quant_method, if no linear is stored in the format that config.json
+          names;
+        - in other cases the file or the key of config.json at fault.
 
         quantized: format in which the files store linears; None: floats.
         rounding: format that read_linear rounds to, NF4 or FP8; None: as stored.
@@ -128,7 +132,7 @@ class Checkpoint:
     def read_parts(self, names: Sequence[str], cuts: Sequence[Cut]) -> torch.Tensor:
         """Read the parts of tensors that this process keeps, and stack their rows.
 
-        Raises the errors of `read`.
+        Raises ModelError if a tensor is missing, or has another shape or an unsupported dtype.
 
         cuts: the part of each tensor to keep.
         """
@@ -139,7 +143,8 @@ class Checkpoint:
     def read_plus_one(self, name: str, cut: Cut) -> torch.Tensor:
         """Read the part of a norm's weight that this process keeps, in float32, and add 1 to it.
 
-        The 1 is added in place, once all tensors have been read. Raises ModelError as `read` does.
+        The 1 is added in place, once all tensors have been read. Raises ModelError if the tensor is
+        missing, or has another shape or an unsupported dtype.
 
         cut: the part to keep.
         """
@@ -150,7 +155,7 @@ class Checkpoint:
     def read_float32(self, name: str, cut: Cut) -> torch.Tensor:
         """Read the part of a tensor that this process keeps, in float32.
 
-        Raises ModelError as `read` does.
+        Raises ModelError if the tensor is missing, or has another shape or an unsupported dtype.
 
         cut: the part to keep.
         """
@@ -168,8 +173,8 @@ class Checkpoint:
         - With `rounding`, linears of floats are rounded: for FP8 only the kept parts; for NF4 whole
           tensors, as NF4's scales depend on all values.
 
-        FP8 weights are matrices, whatever dimensions the stored tensors have. Raises ModelError as
-        `read` does.
+        FP8 weights are matrices, whatever dimensions the stored tensors have. Raises ModelError if
+        a tensor is missing, or has another shape or an unsupported dtype.
 
         cuts: the part of each linear's weight that this process keeps.
         """
@@ -200,7 +205,7 @@ class Checkpoint:
     ) -> Weight:
         """Read parts of one tensor, stack them, and reorder the elements.
 
-        Raises ModelError as `read` does.
+        Raises ModelError if the tensor is missing, or has another shape or an unsupported dtype.
 
         cuts: the parts that this process keeps.
         arrange: function that reorders the elements of the stacked parts. Its result is a weight
@@ -225,7 +230,8 @@ class Checkpoint:
     ) -> Mxfp4Experts:
         """Read a part of experts' weights in MXFP4, which stay packed.
 
-        Raises ModelError as `read` does, or if the part or its scales cannot be packed.
+        Raises ModelError if a tensor is missing or has another shape or dtype, or if the part or
+        its scales cannot be packed.
 
         shape: (experts, d_in, d_out) of all weights.
         rows: outputs of each expert to keep, in order.
@@ -237,16 +243,18 @@ class Checkpoint:
         return weight
 
     def read_fused(self, names: Sequence[str], cuts: Sequence[Cut], floats: int) -> FusedWeight:
-        """Read linears as read_linear does, but leave the last of them in floats beside FP8.
+        """Read the kept parts of fused linears' weights, of which the last `floats` stay floats.
 
-        With `packs_linears`, linears of 4 bits stay packed. Fused linears that cannot be one weight
-        then become a StackedWeight: some are floats, or have other groups or another order of
-        inputs.
-        Raises ModelError as `read` does, or if a part of a linear cannot stay packed.
+        With `packs_linears`, other linears of 4 bits stay packed; else they are read as by
+        read_linear. Fused linears that cannot be one weight then become a StackedWeight: some are
+        floats, or have other groups or another order of inputs. Raises ModelError if a tensor is
+        missing, or has another shape or an unsupported dtype, or if a part of a linear cannot stay
+        packed.
 
-        names, cuts: as for read_linear.
-        floats: number of the last linears that are never FP8 nor packed; if stored so, they get
-            their values.
+        names: names of the weights.
+        cuts: the part of each weight that this process keeps.
+        floats: number of linears, the last ones, that are never FP8 nor packed; if stored so, they
+            are dequantised.
         """
         first = len(names) - floats
         if not first:
@@ -260,7 +268,9 @@ class Checkpoint:
         return self.read_linear(names, cuts)
 
     def leave(self, names: Sequence[str]) -> None:
-        """Exempt tensors from check_all_read, because only another process keeps them."""
+        """Let check_all_read accept these tensors as unread, because only another process keeps
+        them.
+        """
         self._unread.difference_update(names)
 
     def _check_sides(self, name: str, d_out: int, d_in: int) -> None:
@@ -417,7 +427,7 @@ class Checkpoint:
     def _read_into(self, name: str, parts: Sequence[tuple[torch.Tensor, Cut]]) -> None:
         """Read parts of one tensor, which is dequantised once if it is quantised.
 
-        parts: memory for each part, and the part.
+        parts: for each part, the memory to read into, and the Cut.
         """
         if self._weight_format is not None and self._is_quantized(name):
             whole = self._weight_format.dequantize(name, parts[0][1].shape, self)
@@ -471,7 +481,7 @@ class Checkpoint:
 def _by_tensor(
     names: Sequence[str], parts: Sequence[torch.Tensor], cuts: Sequence[Cut]
 ) -> Iterator[tuple[str, list[tuple[torch.Tensor, Cut]]]]:
-    """Yield each tensor's name once, with the memory of each of its parts and the part.
+    """Yield each tensor's name once, with the memory and the Cut of each of its parts.
 
     All parts of a tensor are neighbours.
     """
@@ -487,7 +497,10 @@ def _packed_part(name: str, whole: PackedWeight, cut: Cut) -> PackedWeight:
 
 
 def _joined(run: Sequence[torch.Tensor | PackedWeight]) -> torch.Tensor | PackedWeight:
-    """Return the only weight of a run, or packed weights stacked to one."""
+    """Return a run's only weight, or its packed weights stacked to one.
+
+    run: one tensor, or packed weights that can be stacked.
+    """
     packed = [each for each in run if isinstance(each, PackedWeight)]
     return stacked(packed) if packed else run[0]
 

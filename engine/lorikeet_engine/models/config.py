@@ -47,15 +47,17 @@ class ModelConfig:
         None: no cap.
     gelu: whether MLPs are gated by GELU instead of SiLU.
     squared_relu: whether MLPs have no gate, and squared ReLU instead of SiLU.
-    norms_plus_one: see Family.
+    norms_plus_one: whether norms multiply by 1 + weight.
     labels: number of labels of the model's own head for classification; 0 without one.
     embedding_multiplier: factor of embeddings, rounded to the model's dtype.
     residual_multiplier: factor of the outputs that layers add to hidden states.
     logits_scaling: divisor of logits.
     quantized_linears: stored format of quantised linears; None: floats.
     eos_token_ids: all end-of-sequence ids of config.json and generation_config.json, ascending.
-    sinks, value_norm: see Family.
-    layer_scalars: see Family.
+    sinks: whether each head's softmax of attention has one more logit, which is learned and has no
+        value (an attention sink).
+    value_norm: whether values pass an RMS norm without a weight.
+    layer_scalars: whether hidden states are multiplied by a learned number after each layer.
     layer_input_rows: number of tokens that have embeddings for each layer; 0: none has.
     experts_beside: whether layers have a dense MLP, and experts beside it (ExpertKeys.beside).
     attention_scale: factor of attention scores; None: 1 / √head_dim.
@@ -215,7 +217,7 @@ def _have_kv(shape: BaseShape) -> tuple[bool, ...]:
 
 
 def _kv_widths(shape: BaseShape) -> tuple[int, ...]:
-    """Return the elements of each layer's keys of a token; empty if all have equally many."""
+    """Return how many elements a token's keys have in each layer; empty if all layers are alike."""
     if shape.full is None:
         return ()
     heads = map(shape.heads_of, range(shape.layers))
@@ -254,7 +256,11 @@ def _normalised_experts(raw: Mapping[str, Any], family: Family) -> bool:
 
 
 def _expert_groups(raw: Mapping[str, Any], shape: BaseShape) -> tuple[int, int]:
-    """Return ModelConfig.expert_groups; (1, 1) for families without groups."""
+    """Return the number of groups of experts, and of groups that a token's experts are chosen from;
+    (1, 1) for families without groups.
+
+    Raises ModelError if config.json's numbers do not fit together.
+    """
     if "n_group" not in FAMILIES[shape.family].switches:
         return 1, 1
     groups, kept = integer(raw, "n_group"), integer(raw, "topk_group")
@@ -317,7 +323,9 @@ def _refuse_more_of_gemma4(raw: Mapping[str, Any], family: Family) -> None:
 
 
 def _layer_input_rows(raw: Mapping[str, Any], shape: BaseShape) -> int:
-    """Return ModelConfig.layer_input_rows.
+    """Return the number of tokens that have embeddings for each layer; 0: none has.
+
+    Raises ModelError if these are fewer than the vocabulary's.
 
     raw: content of config.json.
     """
@@ -354,9 +362,11 @@ def _ropes(
 
 
 def _own_scale(raw: Mapping[str, Any], family: Family) -> float | None:
-    """Return the factor of attention scores that attention itself applies; None: 1 / √head_dim.
+    """Return the factor of attention scores for families whose attention applies it itself; else
+    None.
 
-    In other families a factor is part of the rotary embeddings, which these families may lack.
+    With None, attention multiplies by 1 / √head_dim, and the rest of the factor is part of the
+    rotary embeddings.
     """
     if "position_embedding_type" in family.switches:
         return number(raw, "attention_multiplier")
@@ -407,9 +417,10 @@ def _windows(
     """Return each layer's window in tokens, a query's own token included; None: no window.
 
     A window as long as the longest sequence excludes nothing, so it becomes None. Raises ModelError
-    if sliding_window is not a positive integer.
+    if sliding_window is neither null nor a positive integer.
 
     raw: content of config.json.
+    sliding: whether each layer has a sliding window.
     context: maximum number of tokens of a sequence.
     """
     if not any(sliding) or raw["sliding_window"] is None:
@@ -424,6 +435,8 @@ def _sliding_layers(
     """Return whether each layer has a sliding window, if config.json gives the window's size.
 
     Raises ModelError if a key of config.json that selects these layers has a bad value.
+
+    turning: whether each layer has a rotary embedding.
     """
     layers, switches = range(len(turning)), family.switches
     if "sliding_window" not in switches:

@@ -138,7 +138,12 @@ class Experts:
         self.down = checkpoint.read_arranged(f"{path}.down_proj", cuts, of_down)
 
     def _read_packed(self, checkpoint: Checkpoint, path: str, whole: BaseShape, own: range) -> None:
-        """Read gpt-oss's experts in MXFP4, which stay packed; see _read_clamped."""
+        """Read gpt-oss's experts in MXFP4, which stay packed.
+
+        path: prefix of the tensors' names.
+        whole: shape of the whole model.
+        own: part of each expert's width to keep.
+        """
         experts, width, hidden = whole.experts, whole.intermediate, whole.hidden
         pairs = _pairs(own)
         gates_first = pairs[::2], pairs[1::2]
@@ -231,10 +236,10 @@ class RoutedMlp:
     """Router and experts of a layer; the router's logits choose each token's experts.
 
     Every rank has the whole router, and computes bitwise equal logits; so all ranks choose the same
-    experts. Logits of sigmoids are float32, as in training: rounded ones would choose other experts
-    of equals. Each rank computes its part of every expert. Experts may read and write vectors that
-    are narrower than hidden states (Nemotron 3 Super): latent_in makes these, and latent_out makes
-    hidden states of the experts' sum; every rank has both whole.
+    experts. Logits of sigmoids are float32, as in training: rounding could make logits equal, and
+    so change which experts are chosen. Each rank computes its part of every expert. Experts may
+    read and write vectors that are narrower than hidden states (Nemotron 3 Super): latent_in makes
+    these, and latent_out makes hidden states of the experts' sum; every rank has both whole.
     """
 
     def __init__(
@@ -247,7 +252,8 @@ class RoutedMlp:
     ) -> None:
         """Read a layer's router, and this rank's part of its experts.
 
-        Raises ModelError as Experts does.
+        Raises ModelError if a tensor is missing or malformed, or if the checkpoint rounds linears
+        to NF4.
 
         layer: index of the layer.
         ranks: processes that share the layers; None: this process alone.
@@ -315,7 +321,12 @@ class ExpertsBesideMlp:
     ) -> None:
         """Read a layer's router, this rank's part of its experts, and their norms.
 
-        Arguments: see RoutedMlp. Raises ModelError as Experts does.
+        Raises ModelError if a tensor is missing or malformed, or if the checkpoint rounds linears
+        to NF4.
+
+        layer: index of the layer.
+        ranks: processes that share the layers; None: this process alone.
+        output_norm: tensor name of the weight of a norm that the output passes; None: no norm.
         """
         path, hidden = f"model.layers.{layer}", config.shape.hidden
         self._ranks, self._eps, self._root = ranks, config.norm_eps, hidden**-0.5
@@ -351,6 +362,8 @@ class ExpertsBesideMlp:
 def _pairs(own: range) -> range:
     """Return the columns of gpt-oss's gate_up_proj for a part of an expert's width: each gate
     before the value that it gates.
+
+    own: the part of the width.
     """
     return range(2 * own.start, 2 * own.stop)
 
@@ -359,6 +372,7 @@ def _gates_first(experts: int, width: int, values: torch.Tensor) -> torch.Tensor
     """Arrange columns of gpt-oss's gate_up_proj as rows: [experts, 2 · width, d_in].
 
     width: number of gates of each expert.
+    values: the columns, in which each gate stands before the value that it gates.
     """
     values = values.view(experts, -1, width, 2)
     return values.permute(0, 3, 2, 1).reshape(experts, 2 * width, -1)
@@ -367,7 +381,13 @@ def _gates_first(experts: int, width: int, values: torch.Tensor) -> torch.Tensor
 def _read_biases(
     checkpoint: Checkpoint, path: str, whole: BaseShape, own: range, clamp: Clamp
 ) -> ClampedBiases:
-    """Read the biases of gpt-oss's experts; see Experts._read_clamped."""
+    """Read the biases of gpt-oss's experts; those of down_proj in the first process only.
+
+    path: prefix of the tensors' names.
+    whole: shape of the whole model.
+    own: part of each expert's width to keep.
+    clamp: constants of the experts' activation.
+    """
     experts, name = whole.experts, f"{path}.gate_up_proj_bias"
     cut = Cut((experts, 2 * whole.intermediate), range(experts), _pairs(own))
     gates_first = partial(_gates_first, experts, len(own))
@@ -382,7 +402,10 @@ def _read_biases(
 
 
 def _lora_group(shape: BaseShape, group: str) -> LoraGroup | None:
-    """Return a group of experts' linears; None if no adapter can change them."""
+    """Return a group of experts' linears; None if no adapter can change them.
+
+    group: its name in BaseShape.groups.
+    """
     linears = shape.groups.get(group)
     if linears is None:
         return None

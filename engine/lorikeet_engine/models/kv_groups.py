@@ -31,10 +31,11 @@ _MOST_GROUPS_OF_TWO_WIDTHS = (
 
 
 class KvPlace(NamedTuple):
-    """Location of a layer's keys and values: its group, and its piece of the group's pages. Delta
-    nets have none.
+    """Location of a layer's keys and values: its group of layers, and its piece of the group's KV
+    pages (equal pieces, each for one layer or several narrow ones). Delta nets have none.
 
-    layer: index of the piece.
+    group: index of the group.
+    layer: index of the piece in a page.
     part: index of the layer among the layers that share the piece.
     """
 
@@ -86,7 +87,11 @@ class KvGroups:
         piece = math.lcm(*(width for _, width in kinds))
 
         def capacity(kind: tuple[int | None, int], page_layers: int) -> int:
-            """Return the number of layers of a kind that a page holds."""
+            """Return the number of layers of a kind that a page holds.
+
+            kind: window and width of keys.
+            page_layers: number of pieces of the page.
+            """
             return page_layers * (piece // kind[1])
 
         def groups(kind: tuple[int | None, int], page_layers: int) -> int:
@@ -112,7 +117,8 @@ class KvGroups:
         return cls(best, tuple(counted), tuple(places))
 
     def read_by(self, owners: Sequence[int]) -> "KvGroups":
-        """Return the groups with the places of layers that attend to other layers' keys and values.
+        """Return these groups for a model some of whose layers attend to other layers' keys and
+        values: each such layer gets its owner's place.
 
         owners: by layer, the layer whose keys and values it attends to.
         """
@@ -124,7 +130,7 @@ def layer_of_piece(piece: torch.Tensor, kv_heads: int, width: int, part: int) ->
 
     piece [2, pages, page_size, 1, elements]: one piece of all pages.
     kv_heads, width: number and width of the layer's heads.
-    part: see KvPlace.
+    part: index of the layer among the layers that share the piece (KvPlace.part).
     → view [2, parts, page_size, kv_heads, width] that begins at the layer's part of page 0. Each
       page has n = elements / (kv_heads · width) parts, so the layer's part of page p is at p · n.
     """

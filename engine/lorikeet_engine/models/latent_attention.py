@@ -32,7 +32,9 @@ _EPS = 1e-6
 
 
 class LatentAttention:
-    """Latent attention of a layer, of which each rank computes some heads."""
+    """Multi-head latent attention (DeepSeek's MLA) of a layer: the KV cache holds one latent vector
+    for each token. Each rank computes some heads.
+    """
 
     def __init__(
         self, config: ModelConfig, checkpoint: Checkpoint, layer: int, ranks: RankGroup | None
@@ -101,7 +103,9 @@ class LatentAttention:
 
 
 def _absorbed(checkpoint: Checkpoint, config: ModelConfig, layer: int) -> AbsorbedWeight:
-    """Read this rank's heads of kv_b_proj, in floats: its parts are no whole linears."""
+    """Read this rank's heads of kv_b_proj as floats, since queries and outputs are multiplied by
+    parts of it, never by the whole linear.
+    """
     shape, sizes = config.shape, config.shape.latents
     assert sizes is not None
     (linear,) = shape.groups["kv_b"]

@@ -25,10 +25,12 @@ from lorikeet_engine.models.norms import Product, RmsNorm, read_norm_weight
 
 
 class LayerInputs:
-    """Computes the inputs of all layers from tokens and their embeddings."""
+    """Computes a vector for each layer and token, the layer's own input, from token ids and
+    embeddings (per-layer embeddings of Gemma 4 E2B and E4B).
+    """
 
     def __init__(self, config: ModelConfig, checkpoint: Checkpoint) -> None:
-        """Read the embeddings of each layer, of which only the vocabulary's rows are kept.
+        """Read the embeddings for each layer (only the vocabulary's rows), a projection and a norm.
 
         Raises ModelError if a tensor is missing or malformed.
         """
@@ -49,7 +51,7 @@ class LayerInputs:
     def __call__(
         self, token_ids: torch.Tensor, x: torch.Tensor, lora: LoraStep | None
     ) -> torch.Tensor:
-        """Compute the inputs of a step's tokens → [tokens, layers, width].
+        """Compute each layer's own input for a step's tokens → [tokens, layers, width].
 
         token_ids [tokens] int64
         x [tokens, hidden]: embeddings of the tokens
@@ -63,7 +65,9 @@ class LayerInputs:
 
 
 class OwnInput:
-    """End of a layer: adds what its own input lets through of the hidden states."""
+    """Last part of a layer: computes gates from the hidden states, multiplies the layer's own input
+    (LayerInputs) by them, and projects the product to be added to the hidden states.
+    """
 
     def __init__(self, config: ModelConfig, checkpoint: Checkpoint, layer: int) -> None:
         """Read a layer's gate, projection and norm.
@@ -82,11 +86,12 @@ class OwnInput:
     def __call__(
         self, x: torch.Tensor, delta: Product, inputs: torch.Tensor, lora: LoraStep | None
     ) -> Product:
-        """Add delta to x in place, and compute what is added next → Product [tokens, hidden].
+        """Add delta to x in place, and return this part's output, which the next layer adds →
+        Product [tokens, hidden].
 
         x [tokens, hidden]: hidden states.
         delta: the MLP's output.
-        inputs [tokens, layers, width]: inputs of all layers.
+        inputs [tokens, layers, width]: own inputs of all layers.
         lora: LoRA work of the forward pass; None: no adapter.
         """
         x = self._before.add_and_norm(x, delta)

@@ -76,7 +76,9 @@ _NEXT_TOKENS = "mtp."
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """Operands that all layers of a decoder share in one forward pass."""
+    """Operands that all layers of a decoder share in one forward pass: the batch, LoRA work,
+    attention back end, rotary angles, KV cache and states.
+    """
 
     batch: Batch
     lora: LoraStep | None
@@ -231,7 +233,7 @@ def load_model(
     SettingsError if the device has too little memory for the weights or no products for them, or if
     the model cannot be divided among as many processes as there are ranks.
 
-    max_context: see ModelConfig.from_folder.
+    max_context: limit on the tokens of a sequence; None: as many as the model has positions.
     rounding: NF4 or FP8, to which the layers' linears are rounded one after the other; None: as
         stored.
     ranks: processes that share the layers; this process loads its part. None: it loads all layers.
@@ -267,10 +269,12 @@ def rehearse_load(
     """Check that a checkpoint can be loaded, and return its config and its weights' bytes.
 
     Reads only the files' headers. Takes no memory and little time, unless a stored lm_head must be
-    compared with the embeddings to which it is tied. Raises ModelError and SettingsError as
-    load_model does.
+    compared with the embeddings to which it is tied. Raises ModelError if the checkpoint cannot be
+    served, and SettingsError if the model cannot be divided among the shard's processes.
 
-    max_context, rounding, packed: as for load_model.
+    max_context: limit on the tokens of a sequence; None: as many as the model has positions.
+    rounding: NF4 or FP8, to which the layers' linears would be rounded; None: as stored.
+    packed: whether linears of 4 bits would stay packed.
     shard: part of the model whose bytes are returned; the first process's part is the largest.
     """
     config, meta = ModelConfig.from_folder(folder, max_context), torch.device("meta")

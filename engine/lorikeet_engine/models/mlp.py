@@ -67,7 +67,8 @@ class Mlp:
     def partial(self, x: Inputs, lora: LoraStep | None) -> tuple[torch.Tensor, LoraDelta | None]:
         """Compute this rank's part of the MLP, and the LoRA delta to add to it.
 
-        Arguments: see __call__.
+        x: hidden states [tokens, hidden].
+        lora: LoRA work of the forward pass; None: no adapter.
         """
         return self.down(self._activated(x, lora), lora)
 

@@ -56,7 +56,7 @@ def summed_product(
 
     y [tokens, width]: this rank's part of the output.
     lora: LoRA delta of y; None: no adapter.
-    norm_weight: see Product.
+    norm_weight: weight of a norm that is applied to y before it is added; None: no norm.
     ranks: processes that have the other parts; None: y is already complete.
     """
     if ranks is None:
@@ -107,7 +107,8 @@ class RmsNorm:
         """Add a product to x in place, as add_and_norm does; return the norm of the new x, as the
         input of a linear layer.
 
-        x, product: see add_and_norm.
+        x [tokens, hidden]: hidden states.
+        product: output of the linear layer before this norm.
         rounded: whether to return the norm rounded to FP8 as well as unrounded. If the layer has no
             norm here (see RmsNorm), the result is only unrounded.
         """
@@ -181,7 +182,9 @@ def shared_qk_norm(
 
     Computes the part of this rank's heads, and sums the parts over ranks.
 
-    qkv, kv_heads, lora: operands of the call of rotary_and_store_kv that will apply the norm.
+    qkv: this rank's queries, keys and values of each token, not yet normalised.
+    kv_heads: number of this rank's heads of keys.
+    lora: LoRA delta of qkv; None: no adapter.
     """
     squares = mean_squares(qkv, kv_heads, ranks.world, lora)
     ranks.sums.all_reduce(squares)

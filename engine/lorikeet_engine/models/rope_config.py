@@ -109,7 +109,7 @@ class RopeConfig:
 
     scaling: change of the frequencies; None: unscaled.
     gain: factor of cosines and sines, and so of queries and keys.
-    interleaved: see Family.
+    interleaved: whether neighbouring elements are rotated, instead of x[i] with x[i + half].
     queries: growth of queries with their position; None: none.
     """
 

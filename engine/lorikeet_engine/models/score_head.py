@@ -11,7 +11,9 @@ from lorikeet_engine.models.cut import Cut
 
 @dataclass(frozen=True, slots=True)
 class ScoreHead:
-    """W [labels, hidden] and perhaps b [labels] of W·h + b, in the model's dtype."""
+    """A model's own classification or reward head, W·h + b: W [labels, hidden] and perhaps b
+    [labels], in the model's dtype.
+    """
 
     weight: torch.Tensor
     bias: torch.Tensor | None

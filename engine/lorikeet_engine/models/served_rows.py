@@ -18,7 +18,8 @@ _ELEMENTS_AT_ONCE = 1 << 22  # 16 MiB in float32; up to four more tensors of its
 
 
 class ServedRows:
-    """Rows of the linears in this process's part of a model. Thread-safe.
+    """Reader of the weights' rows, one for each output, of the linears in this process's part of
+    the base model. Thread-safe.
 
     A thread that loads adapters computes on a stream of its own, some megabytes of a weight at a
     time, so that steps go on.
@@ -32,9 +33,13 @@ class ServedRows:
     def facts(
         self, layer: int, linear: int, a: torch.Tensor | None = None, b: torch.Tensor | None = None
     ) -> RowFacts:
-        """Return facts of the rows that this process keeps of a linear, on the CPU.
+        """Return RowFacts (sums of squares and biases) of the rows that this process keeps of a
+        linear, on the CPU.
 
-        Arguments: see BaseRows.facts.
+        layer: index of the layer; BaseShape.outer_layer for linears outside the layers.
+        linear: index of the linear in BaseShape.modules.
+        a, b: this process's parts of A [LoRA rank, d_in] and of scaled, transposed B [LoRA rank,
+            d_out]; None if the squares are not needed.
         """
         found, begin, d_out = self._places[layer, linear]
         with self._lock, self._on_own_stream():
@@ -51,7 +56,9 @@ class ServedRows:
 
     @cached_property
     def _places(self) -> dict[tuple[int, int], tuple[LoraLinear, int, int]]:
-        """Product of each (layer, linear), and the linear's first output and outputs there."""
+        """For each (layer, linear), the fused linears that contain it, the index of its first
+        output there, and its number of outputs.
+        """
         return {
             (linear.layer, number): (linear, sum(linear.group.d_outs[:at]), linear.group.d_outs[at])
             for linear in self._model.linears()

@@ -59,7 +59,10 @@ class RankCopies:
         self._over = threading.Event()
 
     def add(self, total: int) -> None:
-        """Add the report of one follower."""
+        """Add the report of one follower.
+
+        total: the report's `total`, see CopyReport.
+        """
         self._totals.append(total)
         if len(self._totals) == self._followers:
             self._over.set()
@@ -70,13 +73,16 @@ class RankCopies:
         return self._over.is_set()
 
     def wait(self) -> list[int]:
-        """Wait until all followers have finished the copy, and return their checksums."""
+        """Wait until all followers have finished the copy, and return each report's `total`: a
+        checksum; for KV pages, the number of damaged ones.
+        """
         self._over.wait()
         return self._totals
 
 
 class Followers:
-    """Follower processes: started by the constructor, commanded by `send`, ended by `close`.
+    """Follower processes, one for each rank but the leader: started by the constructor, commanded
+    by `send`, ended by `close`.
 
     Only one thread may call `queue`, `send` and `expect_copy`: the engine's thread, once the engine
     runs steps. Any thread may call `ask`. When a follower is lost, `on_lost` is called with its
@@ -152,7 +158,8 @@ class Followers:
             raise DeviceLost("a process of another GPU of this replica is gone") from error
 
     def ask(self, rank: int, question: object) -> Any:
-        """Send a follower a question, which it answers beside its commands; wait for the answer.
+        """Send a follower a question and wait for the answer, which another thread of the follower
+        gives while its commands go on.
 
         rank: the follower's rank.
         question: picklable, like the answer.

@@ -79,7 +79,7 @@ class Shard:
         assert 0 <= self.index < self.world
 
     def ranges(self, shape: BaseShape) -> tuple[ShardRange, ...]:
-        """Return the part of each of the base model's modules that this process keeps.
+        """Return the part that this process keeps of each adaptable linear (BaseShape.modules).
 
         Raises SettingsError, whose `field` is tensor_parallel, if the base model cannot be divided
         among `world` processes.
@@ -89,7 +89,7 @@ class Shard:
     def rows(self, widths: tuple[Width, ...], shape: BaseShape) -> tuple[range, ...]:
         """Return the rows that this process keeps of a tensor in which several parts are stacked.
 
-        widths: kind of the rows of each part, in order.
+        widths: what the rows of each part are, such as rows of attention heads, in order.
         shape: shape of the whole base model.
         """
         return self._share(widths, shape)
@@ -138,8 +138,8 @@ class Shard:
     def _share(self, widths: tuple[Width, ...], shape: BaseShape) -> tuple[range, ...]:
         """Return the inputs, or the outputs, of a linear that this process keeps.
 
-        widths: kind of these inputs or outputs; several kinds, in order, for the outputs of linears
-            that are stored stacked as one.
+        widths: what these inputs or outputs are, such as attention heads; several, in order, for
+            the outputs of linears that are stored stacked as one.
         shape: shape of the whole base model.
         """
         parts = shape.parts(widths[0])

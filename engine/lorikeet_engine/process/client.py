@@ -58,9 +58,9 @@ class EngineProcessClient:
         on_outputs: called with each step's outputs.
         on_ended: called once, as the last callback, if the process ends without `close`. The
             argument is the error with which all open requests fail.
-        on_status: called with each status that the engine reports: at most ten a second, and two
-            a second while it works. The first status comes before the constructor returns, and
-            names every adapter that is nearer than remote.
+        on_status: called with each status that the engine reports: at most ten a second, and two a
+            second while it works. The first status comes before the constructor returns, and names
+            every adapter on the GPU, in host memory or on the disk.
         step_timeout_s: time after which a step counts as hanging, and the process ends.
 
         All callbacks are called on a thread of the client's own, and must not block.
@@ -120,15 +120,23 @@ class EngineProcessClient:
         return self._status
 
     def submit(self, request: Request) -> Future[Residency | None]:
-        """Submit a request, as Engine.submit does. Its tokens are passed to on_outputs."""
+        """Submit a request; return the tier that holds its adapter, None for the base model.
+
+        Its tokens are passed to on_outputs. The future fails with InvalidRequest if the request can
+        never run, and with EngineOverloaded if the estimated wait is far beyond max_queue_s or too
+        many of the tenant's grammars are in use.
+        """
         return self._call("submit", request)
 
     def abort(self, request_id: str, choice: int | None = None) -> Future[None]:
-        """Abort a request, or one choice of it, as Engine.abort does."""
+        """End a request, or one choice of it, without an output; do nothing if it has ended.
+
+        choice: index of the choice; None: all choices.
+        """
         return self._call("abort", request_id, choice)
 
     def residency(self, ref: AdapterRef) -> Future[Residency]:
-        """Return the nearest tier that holds an adapter, as Engine.residency does.
+        """Return the tier nearest to the GPU that holds an adapter now.
 
         After a change of tier, `status` may lag behind this result by a tenth of a second.
         """
@@ -137,19 +145,25 @@ class EngineProcessClient:
     def pin(
         self, ref: AdapterRef, tier: Residency = Residency.GPU, passing: bool = False
     ) -> Future[None]:
-        """Load an adapter up to a tier and keep it there until `unpin`, as Engine.pin does."""
+        """Load an adapter up to a tier and keep it there until `unpin`.
+
+        passing: whether the pin is temporary, so that the adapter's image (its matrices packed for
+            the GPU) is not written to the disk.
+        """
         return self._call("pin", ref, tier, passing)
 
     def unpin(self, digest: str) -> Future[None]:
-        """Remove an adapter's pin, as Engine.unpin does."""
+        """Remove an adapter's pin, so that the adapter may be evicted."""
         return self._call("unpin", digest)
 
     def expect(self, digest: str, file: Path, size_bytes: int) -> Future[None]:
-        """Begin to pack an adapter's blob while it is being written to a local file.
+        """Begin to pack an adapter's blob (safetensors file) for the GPU while it is being written.
 
-        See IncomingBlobs.begin.
+        Does nothing if MAX_CONCURRENT blobs (residency/disk/incoming_blobs.py) are being packed
+        already.
 
         digest: SHA-256 of the blob.
+        file: local file to which another process writes the blob.
         size_bytes: size of the complete blob.
         """
         return self._call("expect", digest, file, size_bytes)
@@ -157,18 +171,26 @@ class EngineProcessClient:
     def prefetch(
         self, ref: AdapterRef, tier: Residency = Residency.GPU, uses: float = 0.0
     ) -> Future[None]:
-        """Load an adapter before a request asks for it, as Engine.prefetch does."""
+        """Load an adapter up to a tier before a request asks for it, if there is memory for it.
+
+        uses: recent uses of the adapter on other replicas that this replica could serve instead.
+            Adapters with fewer uses may be evicted for this adapter.
+        """
         return self._call("prefetch", ref, tier, uses)
 
     def adapters(self, tier: Residency = Residency.DISK) -> Future[AdapterRows]:
-        """List adapters, as Engine.adapters does: those on the GPU, and others at `tier` or nearer.
+        """List the adapters on the GPU, and the remembered adapters at `tier` or nearer to the GPU.
 
-        Each row of the result holds the fields of an AdapterStatus.
+        Remembered adapters are those last requested, pinned or prefetched. Each row of the result
+        holds the fields of an AdapterStatus.
         """
         return self._call("adapters", tier)
 
     def take_use(self) -> Future[list[SlotUse]]:
-        """Return each tenant's use of GPU slots since the last call, as Engine.take_use does."""
+        """Return each tenant's use of GPU slots (adapters' places) since the last call.
+
+        To be called from one place only.
+        """
         return self._call("take_use")
 
     def close(self) -> None:

@@ -26,9 +26,10 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
-    """Follow one leader until the leader ends.
+    """Follow one leader (the process that sends commands to this one) until the leader ends.
 
-    The command line is that of parallel/followers.py, which starts the process.
+    The command line is built by parallel/followers.py, which starts the process: process id of the
+    leader, rank, number of ranks, then file descriptors of pipes and shared memory, with sizes.
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     leader, rank, world, ring_fd, ring_bytes, wake_fd, reports_fd, answers_fd, *host = map(
@@ -80,6 +81,9 @@ def _follow(
 
 def _answer(questions: Connection, answer: Callable[[Any], object]) -> None:
     """Answer the leader's questions until the leader closes the pipe.
+
+    questions: pipe on which questions come and answers go.
+    answer: returns the answer to a question.
 
     An error ends the process, since the leader waits for an answer.
     """

@@ -126,7 +126,8 @@ class EngineLoop:
     step_timeout_s: time after which a step counts as hanging.
 
     The process is ended if no later step could work: if a step exceeds step_timeout_s, if the
-    device is lost, or if the engine cannot begin anew after an error of its own code.
+    device is lost, or if the engine, after an error of its own code, cannot fail all requests and
+    begin anew.
     """
 
     def __init__(
@@ -194,9 +195,11 @@ class StatusReporter:
 
     A change is reported at once, or a tenth of a second after the last report if that is later.
 
-    report: called with each status. Must not block. The first call is made by `start`, and has
-        every adapter that is nearer than remote in `moved`; later calls are made on this thread.
-    works: returns whether the engine works. Nothing is reported while it returns False.
+    report: called with each status. Must not block. The first call is made by `start`, and its
+        `moved` has every adapter on the GPU, in host memory or on the disk; later calls are made on
+        this thread.
+    works: returns whether the engine works, that is, whether no step has taken too long. Nothing is
+        reported while it returns False.
     """
 
     def __init__(

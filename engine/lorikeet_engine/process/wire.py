@@ -70,7 +70,7 @@ class MessageSender:
 
 
 def receive(connection: Connection) -> Iterator[Any]:
-    """Receive the bytes of one write, and yield the messages in them.
+    """Receive the messages that a MessageSender sent in one write, and yield them.
 
     Raises EOFError once the sender has closed the pipe.
     """

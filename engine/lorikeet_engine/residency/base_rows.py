@@ -6,7 +6,8 @@ import torch
 
 
 class RowFacts(NamedTuple):
-    """Facts of a linear's rows in one tensor parallel rank, in the order of the rank's outputs.
+    """Sums of squares and biases of a linear's rows in one tensor parallel rank, in the order of
+    the rank's outputs.
 
     squares [d_out] float32: of each row of W + B·A, the sum of squares over the rank's inputs; None
         if no A and B were given.
@@ -18,8 +19,8 @@ class RowFacts(NamedTuple):
 
 
 class BaseRows(Protocol):
-    """Access to the rows of the base model's linears, with the values that are served: of quantised
-    weights, the decoded ones. Thread-safe.
+    """Access to the rows (one for each output) of the base model's linears, with the values that
+    are served: of quantised weights, the decoded ones. Thread-safe.
     """
 
     def facts(
@@ -33,7 +34,9 @@ class BaseRows(Protocol):
         """Return facts of the rows of a linear that a rank keeps.
 
         rank: the tensor parallel rank.
-        layer, linear: row and column of the linear in tables; see BaseShape.
-        a [rank, d_in], b [rank, d_out]: the rank's parts of A and of scaled, transposed B, on the
-            CPU; None if the squares are not needed.
+        layer: index of the layer; BaseShape.outer_layer for lm_head and other linears outside
+            layers.
+        linear: index of the linear in BaseShape.modules.
+        a, b: this tensor parallel rank's parts of A [LoRA rank, d_in] and of scaled, transposed B
+            [LoRA rank, d_out], on the CPU; None if the squares are not needed.
         """

@@ -67,16 +67,18 @@ def pack(
     threads: int | None = None,
     arrived: Callable[[int], None] | None = None,
 ) -> LayerSums:
-    """Write the image of a blob into `out`; return the checksum of each layer.
+    """Pack a blob (an adapter's safetensors file) for the GPU; return the checksum of each layer.
 
     B is multiplied by its scaling in float32, then rounded to the dtype of `out`. Each thread needs
     16 MiB of memory, or the size of the file's largest layer if that is more; and twice the size of
     its largest matrix if the blob's dtype differs from that of `out`.
 
-    blob: the adapter's safetensors file.
-    out: [layout.image_elements], of the image's dtype.
+    blob: the file.
+    spec: the adapter that the file contains.
+    layout: where each matrix lies in the image (the packed adapter).
+    out: memory for the image, [layout.image_elements], of the image's dtype.
     base: rows of the base model, on which DoRA's gains and biases depend; may be None for a blob
-        without vectors.
+        with neither.
     threads: number of threads that divide the layers among them; None: chosen by the number of
         cores and the size.
     arrived: for a blob that is still being written: function that waits until the file has this
@@ -130,7 +132,7 @@ def _staged_layers(spec: AdapterSpec, layout: PackedLayout) -> list[_StagedLayer
 def _layers_together(
     layers: Sequence[_StagedLayer], max_bytes: int
 ) -> Iterator[list[_StagedLayer]]:
-    """Group layers into runs, which are packed together.
+    """Group an adapter's layers into runs, which are packed together.
 
     The layers of a run have matrices of the same sizes (equal `likeness`), and lie in the image at
     equal distances.
@@ -174,7 +176,7 @@ def _write_layers(
     arrived: Callable[[int], None] | None,
     layers: Sequence[_StagedLayer],
 ) -> dict[tuple[int, int], int]:
-    """Write layers of a blob to each span of the image.
+    """Write layers of a blob (adapter's file) to each span of the image (packed adapter).
 
     Returns checksums, by (span, layer). The checksum of the outer layer (lm_head and embeddings)
     does not yet cover its rows of trained tokens.
@@ -195,7 +197,8 @@ def _write_layers(
 
 
 class _Writer:
-    """Writer of runs of layers to every span of an image (one span for each tensor parallel rank).
+    """Writer of runs of layers to every span of an image (packed adapter). A span is the part of
+    the image for one tensor parallel rank.
 
     A run is a list of layers that are packed together (see _layers_together).
     """
@@ -357,7 +360,9 @@ class _Writer:
 
 
 def _begin(offset: int) -> int:
-    """Return where a matrix begins, given its offset in PackedLayout.rows."""
+    """Return where a matrix begins, given its offset in PackedLayout.rows, which is one higher if
+    all experts share the matrix.
+    """
     return offset // ALIGNMENT * ALIGNMENT
 
 
@@ -377,7 +382,8 @@ def _strided(
 
 
 def _read(descriptor: int, targets: Mapping[TensorSpan, memoryview]) -> None:
-    """Read matrices from a blob; matrices that are adjacent in the file share one system call.
+    """Read matrices from a blob (adapter's file); matrices that are adjacent in the file share one
+    system call.
 
     targets: memory for each matrix, in the file's order.
     """

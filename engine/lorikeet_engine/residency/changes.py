@@ -10,11 +10,12 @@ OnChange = Callable[[str], None]
 
 
 def ignore_change(_digest: str) -> None:
-    """Do nothing: the default for a tier whose changes have no reader."""
+    """Do nothing: the default `on_change` of a tier, for when nothing needs its changes."""
 
 
 class ResidencyChanges:
-    """Digests of adapters that came to a tier or left it since the last call of `moved`.
+    """Digests of adapters that came to a tier (disk, host memory, GPU) or left it since the last
+    call of `moved`.
 
     Records only that an adapter's tier may have changed, in any order and any number of times.
     Thread-safe.

@@ -29,7 +29,7 @@ def word_sum(elements: torch.Tensor) -> torch.Tensor:
 
 
 def layer_sums(image: torch.Tensor, layers: Sequence[int]) -> LayerSums:
-    """Return the checksum of each layer of an image on the CPU.
+    """Return the checksum of each layer of an adapter's packed image on the CPU.
 
     layers: index of the image's element at which each layer begins, ascending.
     """

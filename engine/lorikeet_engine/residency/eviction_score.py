@@ -15,7 +15,7 @@ class UsageRecord:
     """Size and use count of an adapter at one of its uses, from which the eviction score is
     computed.
 
-    elements: size of the adapter's image.
+    elements: size of the adapter, packed for the GPU, in elements.
     uses: number of uses up to and including this one; a use's weight halves every HALF_LIFE_S
         seconds.
     at_s: time of this use.

@@ -19,7 +19,7 @@ from lorikeet_engine.telemetry.status import TierStatus
 
 @dataclass(slots=True)
 class _Image:
-    """Image in the host arena, or memory reserved for one.
+    """Packed adapter (image) in the host arena, or memory reserved for one.
 
     offset: element of the arena at which the image begins.
     packed: the image as a view of the arena; None while it is written, and once it is discarded.
@@ -33,7 +33,7 @@ class _Image:
 
 
 class HostArena:
-    """Packed images in host memory, by digest. Thread-safe.
+    """Images (adapters packed for the GPU) in host memory, by digest. Thread-safe.
 
     A new image evicts the images that were held least recently. An image is held while it is
     written, or copied to the GPU or the disk; a held image is never evicted.
@@ -76,7 +76,7 @@ class HostArena:
         return self.image(digest) is not None
 
     def image(self, digest: str) -> PackedImage | None:
-        """Return an adapter's image if it is complete, else None.
+        """Return an adapter's packed image if it is complete, else None.
 
         The image's data is valid only while someone holds the image.
         """
@@ -84,14 +84,17 @@ class HostArena:
         return image.packed if image is not None else None
 
     def digests(self) -> list[str]:
-        """Return the digests of all images in host memory, including those being written."""
+        """Return the digests of all adapters whose images are in host memory, including those being
+        written.
+        """
         with self._lock:
             return list(self._images)
 
     def reserve(
         self, digest: str, layout: PackedLayout, *, for_request: bool
     ) -> torch.Tensor | None:
-        """Allocate memory for an adapter's new image, which the caller holds until `release`.
+        """Allocate memory for an adapter's new packed image, which the caller holds until
+        `release`.
 
         Returns None if not enough memory can be freed, or while a discarded image of the same
         adapter is still held.
@@ -113,7 +116,7 @@ class HostArena:
             return self._view(self._images[digest])
 
     def commit(self, digest: str, sums: LayerSums) -> None:
-        """Mark an image as completely written; the writer still holds it.
+        """Mark an adapter's packed image as completely written; the writer still holds it.
 
         sums: checksums of the image's layers.
         """
@@ -122,13 +125,15 @@ class HostArena:
         self._on_change(digest)
 
     def abandon(self, digest: str) -> None:
-        """Free the memory reserved for an image whose writing failed."""
+        """Free the memory reserved for an adapter's packed image whose writing failed."""
         with self._lock:
             self._drop(digest)
             self.frees += 1
 
     def discard(self, digest: str) -> None:
-        """Allow no more use of a damaged image. Its memory is freed once nobody holds it."""
+        """Allow no more use of an adapter's damaged image. Its memory is freed once nobody holds
+        it.
+        """
         with self._lock:
             image = self._images.get(digest)
             if image is None:  # a loading thread has evicted it meanwhile
@@ -142,7 +147,7 @@ class HostArena:
         self._on_change(digest)
 
     def hold(self, digest: str) -> PackedImage | None:
-        """Keep an image in place until `release`, and return it.
+        """Keep an adapter's packed image in place until `release`, and return it.
 
         Returns None if host memory does not have the complete image.
         """
@@ -155,7 +160,7 @@ class HostArena:
             return image.packed
 
     def release(self, digest: str) -> None:
-        """End one hold on an image, begun by `hold` or `reserve`."""
+        """End one hold on an adapter's image, begun by `hold` or `reserve`."""
         with self._lock:
             image = self._images[digest]
             image.holders -= 1
@@ -164,7 +169,8 @@ class HostArena:
             self.frees += 1
 
     def pin(self, digest: str) -> bool:
-        """Pin an image: keep it in host memory until `unpin`, or until a request needs the memory.
+        """Pin an adapter's packed image: keep it in host memory until `unpin`, or until a request
+        needs the memory.
 
         Returns False if host memory has no such image, or if the memory for pins is used up.
         """
@@ -175,13 +181,13 @@ class HostArena:
             return self._reservations.grant(digest, image.layout.image_elements)
 
     def unpin(self, digest: str) -> None:
-        """Remove an image's pin, so that it may be evicted."""
+        """Remove the pin of an adapter's image, so that it may be evicted."""
         with self._lock:
             self._reservations.revoke(digest)
             self.frees += 1
 
     def _evict_for(self, elements: int, for_request: bool) -> int | None:
-        """Evict images until an image of this size fits, and allocate a block for it.
+        """Evict adapters' images until one of this size fits, and allocate a block for it.
 
         Returns the block's offset, or None if not enough memory can be freed.
 
@@ -205,7 +211,7 @@ class HostArena:
                 return None
 
     def _drop(self, digest: str) -> int:
-        """Remove an image; return the size of the free block that now includes its place."""
+        """Remove an adapter's image; return the size of the free block that now includes it."""
         image = self._images.pop(digest)
         self._reservations.revoke(digest)
         hole = self._blocks.release(image.offset, image.layout.image_elements)
@@ -219,7 +225,7 @@ class HostArena:
 def host_memory(
     elements: int, dtype: torch.dtype, pin: bool, shared: SharedMemory | None
 ) -> torch.Tensor:
-    """Return host memory for images, as a tensor.
+    """Return host memory for adapters' packed images, as a tensor.
 
     Does not use torch's pin_memory, which rounds the size up to a power of two.
 

@@ -45,7 +45,8 @@ _RETRY_S = 1.0  # a reload usually takes less
 
 
 class CheckedImage(NamedTuple):
-    """Image to check in one tier; with tensor parallelism, one rank's part (span) of an image.
+    """Packed adapter (image) to check in one tier; with tensor parallelism, one rank's part (span)
+    of an image.
 
     digest: digest of the adapter.
     sums: checksums of the layers in the span when the image was packed.
@@ -85,7 +86,7 @@ class CheckedImage(NamedTuple):
 
 
 class ImageSlice(NamedTuple):
-    """Neighbouring layers of an image, which are checked together.
+    """Neighbouring layers of an adapter's packed image, which are checked together.
 
     elements: view of the layers in memory.
     total: checksum of these layers when the image was packed.
@@ -97,7 +98,8 @@ class ImageSlice(NamedTuple):
 
 
 class ImageChecks:
-    """Periodic checks of the images on the GPU and on the host. Damaged images are loaded again.
+    """Periodic checks of adapters' packed images on the GPU and on the host. Damaged ones are
+    loaded again.
 
     For the engine's thread only.
     """
@@ -198,7 +200,7 @@ class ImageChecks:
 
 
 class _UnderWay(NamedTuple):
-    """Checksums being computed, of at most one slice of each tier.
+    """Checksums of images being computed, of at most one slice of each tier.
 
     slices: by tier, the slice whose checksum is computed.
     totals: the checksums, in the order of `slices`.
@@ -232,7 +234,7 @@ def _round(
 
 
 def gpu_images(gpu: GpuAdapters, pool: SlotPool, arena: torch.Tensor) -> Iterator[CheckedImage]:
-    """Yield the images on this rank's GPU that steps may read.
+    """Yield the adapters' images on this rank's GPU that steps may read.
 
     Images on other ranks' GPUs are not included.
 
@@ -250,7 +252,7 @@ def gpu_images(gpu: GpuAdapters, pool: SlotPool, arena: torch.Tensor) -> Iterato
 
 
 def host_images(host: HostArena) -> Iterator[CheckedImage]:
-    """Yield the complete images in host memory."""
+    """Yield the complete images of adapters in host memory, each rank's part (span) by itself."""
     for digest in host.digests():
         image = host.image(digest)
         if image is None:

@@ -70,7 +70,8 @@ class LoadResult:
         the host had no memory, try again once the host arena's `frees` differs from this result's.
         REMOTE if the load failed.
     error: reason why the load failed; None if it did not.
-    frees: the host arena's counter `frees` before the attempt, if the host had no memory.
+    frees: if the host had no memory: the host arena's `frees` before the attempt, a counter that
+        grows when memory may have become free.
     elements: size of the loaded image on one GPU; None if no image was loaded to the host.
     read_s: seconds from the disk to the host. If the blob was packed while another process wrote
         it: CPU seconds of the packing.
@@ -88,7 +89,9 @@ class LoadResult:
 
 @dataclass(frozen=True, slots=True)
 class _SourceFailure:
-    """Failure of a download whose source hung, and the monotonic time of the failure."""
+    """Failure of a download whose source (the store of blobs) hung, and the monotonic time of the
+    failure.
+    """
 
     error: Exception
     at_s: float
@@ -124,7 +127,7 @@ class _LoadTask:
 
 
 class Loader:
-    """Loader of adapters to the disk and to the host.
+    """Loader of adapters from the store to the disk, and from the disk to host memory.
 
     Concurrent calls for one digest share a load.
 
@@ -355,7 +358,7 @@ class Loader:
             raise
 
     def _pack(self, task: _LoadTask, blob: Path, verify: Callable[[], None] | None = None) -> None:
-        """Pack a blob to the host.
+        """Pack an adapter's blob (safetensors file) into host memory.
 
         verify: raises if the blob is damaged; runs at the same time as the packing.
         """
@@ -381,7 +384,7 @@ class Loader:
     def _fill(
         self, task: _LoadTask, layout: PackedLayout, write: Callable[[torch.Tensor], LayerSums]
     ) -> bool:
-        """Write an image into newly reserved memory on the host, and end the load.
+        """Write an adapter's packed image into newly reserved memory on the host, and end the load.
 
         If too little memory is free, ends the load with the adapter on the disk and returns False,
         or raises AdapterLoadFailed if the blob is not on the disk.

@@ -33,7 +33,7 @@ from lorikeet_engine.residency.checksums import LayerSums
 
 @dataclass(frozen=True, slots=True)
 class PackedLayout:
-    """Layout of an adapter's image.
+    """Layout of an adapter's image, the packed form that is copied to the GPU.
 
     A span is the part of the image for one tensor parallel rank's GPU.
 
@@ -55,7 +55,8 @@ class PackedLayout:
     shared_outer: (layer, linear, side) of matrices that all experts share; side is 0 for A, and 1
         for B.
     vectors: [layers + 1, modules] int64, on the CPU: element offset in the span of each linear's
-        vectors; −1 for a linear without vectors. None: no linear has vectors.
+        vectors (gain and bias, as of DoRA); −1 for a linear without vectors. None: no linear has
+        vectors.
     """
 
     rows: torch.Tensor
@@ -124,7 +125,7 @@ class PackedLayout:
         world: number of tensor parallel ranks that share the model.
         shared_a: (layer, linear) of linears that have the same A as the preceding linear.
         shared_outer: (layer, linear, side) of matrices that all experts share.
-        vectors: (layer, linear) of linears that have vectors.
+        vectors: (layer, linear) of linears that have vectors (gain and bias, as of DoRA).
 
         Raises SettingsError if the base model cannot be divided among the tensor parallel ranks.
         """
@@ -165,9 +166,11 @@ class PackedLayout:
         return rows
 
     def vectors_at(self, offset: torch.Tensor) -> torch.Tensor | None:
-        """Return the adapter's row for LoraWeights.vectors; None for an adapter without vectors.
+        """Return the adapter's row for LoraWeights.vectors, with offsets in the arena; None for an
+        adapter without vectors (gains and biases, as of DoRA).
 
-        offset: as for rows_at, a tensor [layers + 1, 1].
+        offset [layers + 1, 1]: for each layer, the layer's offset in the arena less its offset in
+            the image.
         """
         return (
             None
@@ -189,7 +192,9 @@ def _places(
 
     ranks: for each (layer, module), the LoRA rank, or the number of trained token rows.
     ranges: for each module, the part of its matrices in one span.
-    shared_a, shared_outer: as in PackedLayout.
+    shared_a: (layer, linear) of linears that have the same A as the preceding linear.
+    shared_outer: (layer, linear, side) of matrices that all experts share; side is 0 for A, 1 for
+        B.
     vectors: (layer, linear) of linears that have vectors.
     """
     modules = range(len(shape.modules))
@@ -225,7 +230,7 @@ def _changes_experts(rows: torch.Tensor, shape: BaseShape) -> bool:
 
 
 class PackedImage(NamedTuple):
-    """Image in memory, with the spans of all tensor parallel ranks.
+    """Packed adapter (image) in memory, with the parts (spans) for all tensor parallel ranks.
 
     elements: the matrices, [layout.image_elements].
     sums: checksums of the layers when the image was packed, span by span.

@@ -25,7 +25,9 @@ class _Pin:
 
 
 class Pins:
-    """The pinned adapters. For the engine's thread only, except add, remove and `in`."""
+    """The pinned adapters, each to be kept in its pin's tier or nearer to the GPU. For the engine's
+    thread only, except add, remove and `in`.
+    """
 
     def __init__(
         self,
@@ -55,7 +57,8 @@ class Pins:
         """Pin an adapter to a tier: from the next `maintain` on, keep it there or nearer the GPU.
 
         passing: whether the pin is temporary. Then the adapter's image is not written to the disk,
-            but its blob is pinned on the disk in addition, since the store may not have it.
+            but its blob is pinned on the disk in addition, since the store to download from may not
+            have it.
         """
         self._updates.append((ref.digest, _Pin(ref, tier, passing)))
 

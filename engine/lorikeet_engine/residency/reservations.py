@@ -17,7 +17,9 @@ class MemoryReservations:
 
     @property
     def capacity(self) -> int:
-        """Number of elements that can be reserved in total."""
+        """Number of elements that can be reserved in total: the arena's less the largest requested
+        adapter's.
+        """
         return max(0, self._capacity - self._largest)
 
     @property

@@ -22,7 +22,7 @@ _UNMEASURED = LoadCosts()
 
 
 class ResidencyStats:
-    """Load counts, load times and the list of adapters.
+    """Counts and times of adapter loads, and the adapters last requested, pinned or prefetched.
 
     The engine's thread calls the recording methods; any thread may call the other methods.
     """

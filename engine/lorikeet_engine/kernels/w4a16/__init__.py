@@ -128,7 +128,9 @@ class PackedWeight:
         )
 
     def goes_with(self, other: "PackedWeight") -> bool:
-        """Return whether two weights can be stacked by outputs to one weight."""
+        """Return whether two weights can be stacked by outputs to one weight: they have the same
+        groups and order of inputs, and the same kind of codes and scales.
+        """
         return (
             (self.group, self.d_in, self.scales.dtype, self.rounded)
             == (other.group, other.d_in, other.scales.dtype, other.rounded)
@@ -162,9 +164,14 @@ def pack(
     levels: torch.Tensor | None = None,
     rounded: torch.dtype = torch.float32,
 ) -> PackedWeight:
-    """Pack codes q [d_out, d_in] uint8, see PackedWeight for the other operands.
+    """Pack codes q [d_out, d_in] uint8, one for each weight.
+
+    scales [d_out, groups]: factor of each group of inputs.
+    zeros [d_out, groups]: zero point of each group; None: 8 everywhere, or NF4.
 
     group_of [d_in]: group of each input; None: groups of neighbours.
+    levels [16] float32: values of NF4's codes; None: codes are integers.
+    rounded: dtype that NF4's values are rounded to.
 
     Raises ValueError if groups are of different sizes or not of a multiple of 32 inputs.
     """
@@ -185,7 +192,7 @@ def pack(
 
 
 def stack(parts: Sequence[PackedWeight]) -> PackedWeight:
-    """Stack weights that go with one another by outputs."""
+    """Stack weights by outputs to one; all must go with the first (PackedWeight.goes_with)."""
     first = parts[0]
     return replace(
         first,
@@ -224,7 +231,7 @@ def check_device(device: torch.device) -> None:
 
 
 def _packed(q: torch.Tensor) -> torch.Tensor:
-    """Pack codes q [d_out, d_in] uint8, see PackedWeight.codes."""
+    """Pack codes q [d_out, d_in] uint8 to the layout of PackedWeight.codes, four in each int16."""
     filled = functional.pad(q, (0, -q.shape[1] % SPAN)).view(len(q), -1, 4, GRAIN).transpose(0, 1)
     codes = filled[:, :, 0].short()
     for i in range(1, 4):

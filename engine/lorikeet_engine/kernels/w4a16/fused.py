@@ -52,7 +52,7 @@ _TRITON = {
 
 
 def linear(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Compute kernels.w4a16.linear.
+    """Compute x·Wᵀ + b (kernels.w4a16.linear) on CUDA.
 
     From DECODED_FROM tokens on, values of the weight are rounded to x's dtype.
     """
@@ -118,7 +118,9 @@ def multiply(
 
 
 def _scales_of_span(weight: PackedWeight) -> int:
-    """Return the number of scales, of neighbouring inputs, that any span of an output has."""
+    """Return the number of equal parts (1, 2 or 4) of a span of 128 inputs that need one scale
+    each.
+    """
     if weight.group % SPAN == 0 or weight.group == weight.d_in:
         return 1
     return 2 if weight.group % (SPAN // 2) == 0 else 4
@@ -159,7 +161,7 @@ def decode(weight: PackedWeight, first: int, out: torch.Tensor) -> None:
 def _of_group(
     scales: tl.tensor, zeros: tl.tensor, place: tl.tensor, middle: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Load the scales and the zero points of some outputs in a group, in float32.
+    """Load one group's scale and zero point for each of some outputs, in float32.
 
     place: indices in scales and zeros. middle: zero point if none are stored.
     """
@@ -172,7 +174,8 @@ def _of_group(
 def _four(codes: tl.tensor, ones: tl.constexpr) -> tuple[tl.tensor, ...]:
     """Take the four codes out of each element, as numbers of 16 bits: offset + code.
 
-    codes: int16 [rows, columns]. ones: see _ONES; 0 is not allowed.
+    codes: int16 [rows, columns]. ones: 16-bit number into whose last four bits a code is put, see
+        _ONES; 0 is not allowed.
     → four tensors like codes, bfloat16 or float16
     """
     if ones == 0x4300:
@@ -198,7 +201,10 @@ def _code(codes: tl.tensor, index: tl.constexpr) -> tl.tensor:
 def _level(levels: tl.tensor, code: tl.tensor, interpreted: tl.constexpr) -> tl.tensor:
     """Load NF4's values of some codes in float32.
 
-    Triton would make a load an asynchronous copy through shared memory, as it ends in a product.
+    Loads by an instruction of its own on GPUs: Triton would make its usual load an asynchronous
+    copy through shared memory, since a product reads the values.
+
+    levels: the 16 values. code: index of each wanted value.
 
     interpreted: whether Triton's interpreter runs the kernel.
     """
@@ -248,16 +254,19 @@ def _multiply(
 ) -> None:
     """Compute an output tile, some outputs of some tokens, or its partial sums over some inputs.
 
-    Operands: see `multiply` and PackedWeight; those that the weight lacks are None.
+    x, bias, y: operands and output of `multiply`.
+    codes, scales, zeros, order, levels, group: see PackedWeight; None if the weight lacks them.
     parts: partial sums of all programs. arrived: counters (split_k.arrived). Both None without
         split-K.
     count: number of tokens. x_stride: elements of x from token to token.
-    even: whether the last span is full. scales_of_span: see _scales_of_span.
+    even: whether the last span is full. scales_of_span: number of parts of a span that need one
+        scale each.
     upcast: whether to multiply in float32, as Triton's interpreter must.
     rounded: dtype that NF4's values are rounded to. middle: zero point if none are stored.
-    ones, offset: see _ONES and _OFFSETS; 0 for float32.
+    ones, offset: constants by which codes become numbers of x's dtype, see _ONES; 0 for float32.
     turn: whether programs begin with different inputs.
-    block_tokens, block_out: size of an output tile. split, stages: see ProductConfig.
+    block_tokens, block_out: size of an output tile. split: number of programs among which the
+        inputs of each output are divided. stages: of Triton's pipeline.
     """
     dtype: tl.constexpr = x.dtype.element_ty
     tile, part = tl.program_id(1), tl.program_id(2)
@@ -347,7 +356,8 @@ def _decode_weight(
 ) -> None:
     """Decode a tile of a weight: `block_out` outputs of a span of inputs.
 
-    Operands: see `decode`, `_multiply` and PackedWeight. outputs: number of outputs to decode.
+    out: see `decode`. first: first output to decode. outputs: number of outputs to decode.
+    Other operands: see `_multiply`.
     """
     span = tl.program_id(0)
     row, j = tl.program_id(1) * block_out + tl.arange(0, block_out), tl.arange(0, 32)

@@ -52,7 +52,8 @@ class Fp8:
     def scales(
         self, weight: str, shape: Sequence[int], block: tuple[int, int] | None, parts: PartReader
     ) -> torch.Tensor:
-        """Read the scales of a whole weight, in float32 and the layout of Fp8Rows.
+        """Read the scales of a whole weight: for each matrix [rows] or, with blocks, [blocks of
+        rows, blocks of columns], in float32.
 
         If a matrix has a single scale, it is repeated for all rows. Raises ModelError if the scales
         are missing or have another shape.
@@ -88,7 +89,8 @@ class Fp8:
 
 
 def scales_of_part(scales: torch.Tensor, cut: Cut, block: tuple[int, int] | None) -> torch.Tensor:
-    """Return the scales of the kept part of a weight, in the layout of Fp8Rows.
+    """Return the scales of the kept part of a weight: [rows] or, with blocks, [blocks of rows,
+    blocks of columns].
 
     scales: scales of the whole weight, from Fp8.scales.
     cut: the part of the weight to keep.

@@ -51,7 +51,9 @@ class Int4:
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """Suffixes by which a linear of this format is recognised, see WeightFormat."""
+        """Suffixes by which a linear of this format is recognised: the checkpoint has a tensor
+        whose name is the linear's path plus the suffix.
+        """
         return (_MARKS.get(self.stored.format, ".qweight"),)
 
     def dequantize(self, weight: str, shape: Sequence[int], parts: PartReader) -> torch.Tensor:
@@ -73,9 +75,12 @@ class Int4:
     def pack(self, weight: str, shape: Sequence[int], parts: PartReader) -> PackedWeight:
         """Return a 4-bit weight packed for the kernels, with its exact values.
 
-        Raises ModelError as `dequantize` does, or if the kernels have no place for its groups.
+        Raises ModelError if a tensor is missing or malformed, or if the groups are not of the sizes
+        that the format and the kernels need.
 
-        weight, shape, parts: as for dequantize.
+        weight: name of the weight.
+        shape: (d_out, d_in).
+        parts: reader of the stored tensors.
         """
         found = self._integers(weight, shape, parts)
         try:
@@ -122,7 +127,11 @@ def _gptq(path: str, d_out: int, d_in: int, groups: int, ones: int, parts: PartR
 
 
 def _pack_quantized(path: str, d_out: int, d_in: int, groups: int, parts: PartReader) -> _Integers:
-    """Read a linear of compressed-tensors, whose integers are stored plus 8."""
+    """Read a linear of compressed-tensors, whose integers are stored plus 8.
+
+    path: name of the linear.
+    groups: number of groups of inputs.
+    """
     parts.part(f"{path}.weight_shape", "I64", 2)
     scales = parts.scales(f"{path}.weight_scale", (d_out, groups))
     q = _nibbles(parts.part(f"{path}.weight_packed", "I32", d_out, d_in // _PER_INTEGER))
@@ -143,9 +152,12 @@ def _neighbours(d_in: int, groups: int, device: torch.device) -> torch.Tensor:
 
 
 def _group_of(name: str, d_in: int, groups: int, parts: PartReader) -> torch.Tensor:
-    """Read the group of each input of a GPTQ linear → [d_in]. Inputs of a group share their scales.
+    """Read the group of each input of a linear → [d_in]. Inputs of a group share their scales.
 
-    With desc_act, groups are not in the order of inputs.
+    With desc_act or actorder=group, groups are not in the order of inputs.
+
+    name: name of the tensor of groups.
+    groups: number of groups.
     """
     group_of = parts.part(name, "I32", d_in).long()
     if not group_of.is_meta and bool(((group_of < 0) | (group_of >= groups)).any()):

@@ -29,7 +29,9 @@ class Mxfp4:
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """Suffix by which a tensor of this format is recognised, see WeightFormat."""
+        """Suffix by which a tensor of this format is recognised: the checkpoint has a tensor whose
+        name is the linear's path plus the suffix.
+        """
         return ("_blocks",)
 
     def dequantize(self, weight: str, shape: Sequence[int], parts: PartReader) -> torch.Tensor:
@@ -61,9 +63,12 @@ class Mxfp4:
     ) -> Mxfp4Experts:
         """Return a part of experts' weights, packed for the kernels, with their exact values.
 
-        Raises ModelError as `dequantize` does, or if the part or its scales cannot be packed.
+        Raises ModelError if a tensor is missing or malformed, if d_in is no multiple of 32, or if
+        the part or its scales cannot be packed.
 
-        weight, shape, parts: as for dequantize.
+        weight: name of the weights.
+        shape: (experts, d_in, d_out).
+        parts: reader of the stored tensors.
         rows: outputs to keep, in order.
         columns: inputs to keep.
         """

@@ -52,12 +52,15 @@ class Nf4:
         return values.to(found.state.dtype).view(d_out, d_in)
 
     def pack(self, weight: str, shape: Sequence[int], parts: PartReader) -> PackedWeight:
-        """Return an NF4 weight packed for the kernels, with magnitudes in float32.
+        """Return an NF4 weight packed for the kernels, with its blocks' magnitudes (largest
+        absolute values) in float32.
 
-        The values equal `dequantize`'s. Raises ModelError as `dequantize` does, or if rows are no
-        whole blocks of magnitudes.
+        The values equal `dequantize`'s. Raises ModelError if a tensor is missing or malformed, or
+        if rows do not consist of whole blocks.
 
-        weight, shape, parts: as for dequantize.
+        weight: name of the weight.
+        shape: (d_out, d_in).
+        parts: reader of the stored tensors.
         """
         d_out, d_in = shape
         found = _read(weight, d_out, d_in, parts)
@@ -77,7 +80,12 @@ class Nf4:
 
 @dataclass(frozen=True, slots=True)
 class _Codes:
-    """Codes of a weight in the order of its rows, uint8; levels of codes; magnitudes of blocks."""
+    """NF4 weight as stored.
+
+    codes: in the order of the weight's rows, uint8.
+    levels: value of each code, before the factor of its block.
+    magnitudes: factor of each block of codes.
+    """
 
     state: "_State"
     codes: torch.Tensor

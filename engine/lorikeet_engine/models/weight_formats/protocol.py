@@ -48,7 +48,9 @@ class WeightFormat(Protocol):
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """See above."""
+        """Suffixes by which a linear of this format is recognised: the checkpoint has a tensor
+        whose name is the linear's path plus one of them.
+        """
 
     def dequantize(self, weight: str, shape: Sequence[int], parts: PartReader) -> torch.Tensor:
         """Return a weight's exact values, in the dtype that the format determines.
@@ -71,12 +73,18 @@ class PackedFormat(WeightFormat, Protocol):
         Raises ModelError if a tensor is missing or malformed, or if the kernels have no place for
         the weight's groups.
 
-        weight, shape, parts: as for dequantize.
+        weight: name of the weight.
+        shape: (d_out, d_in).
+        parts: reader of the stored tensors.
         """
 
 
 def not_divided(weight: str, error: ValueError) -> ModelError:
-    """Return the error for a weight of which a process cannot keep its part in 4 bits."""
+    """Return the error for a weight of which a process cannot keep its part in 4 bits.
+
+    weight: name of the weight.
+    error: says what cannot be divided.
+    """
     return ModelError(
         f"weight_dtype=packed: {weight} cannot be divided among GPUs in 4 bits: {error}: want "
         "another number of GPUs, or weight_dtype=auto",
@@ -87,6 +95,8 @@ def not_divided(weight: str, error: ValueError) -> ModelError:
 def not_packed(weight: str, error: ValueError, instead: str = "auto") -> ModelError:
     """Return the error for a weight that cannot stay packed.
 
+    weight: name of the weight.
+    error: says what cannot be packed.
     instead: weight_dtype with which the weight can be served.
     """
     return ModelError(

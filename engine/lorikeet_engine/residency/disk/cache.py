@@ -40,7 +40,7 @@ class AdapterSource(Protocol):
     """Interface to the store from which missing blobs of adapters are downloaded."""
 
     def fetch(self, ref: AdapterRef, path: Path) -> str | None:
-        """Download an adapter's blob to `path`, replacing the file there.
+        """Download an adapter's blob (safetensors file) to `path`, replacing the file there.
 
         Returns the blob's SHA-256, 64 hex digits, if it was computed during the download. Called on
         loading threads. May raise any exception; AdapterMissing if the store answers that it has no
@@ -49,7 +49,8 @@ class AdapterSource(Protocol):
 
 
 class DiskCache:
-    """Blobs and images of adapters in a folder, within a budget of bytes. Thread-safe.
+    """Adapters' blobs (safetensors files) and images (packed for the GPU) in a folder, within a
+    budget of bytes. Thread-safe.
 
     Beyond the budget, the least recently used files are removed. Pinned files and the file just
     added may exceed the budget. Images with other fingerprints (packed for another model), which
@@ -117,7 +118,8 @@ class DiskCache:
         return TierStatus(index.adapters, index.bytes, budget, budget, *counted)
 
     def fetch(self, ref: AdapterRef) -> None:
-        """Fetch and verify an adapter's blob, unless the folder has the blob or its image already.
+        """Fetch and verify an adapter's blob (safetensors file), unless the folder has the blob or
+        its packed image already.
 
         If several threads or processes need the same blob at once, one of them fetches it while the
         others wait.
@@ -134,7 +136,7 @@ class DiskCache:
                 self._fetch(ref)
 
     def fetch_to(self, ref: AdapterRef, path: Path) -> None:
-        """Fetch an adapter's blob into the given file, and verify it.
+        """Fetch an adapter's blob (safetensors file) into `path`, and verify it.
 
         Raises AdapterLoadFailed if the content does not match the digest; errors of the source pass
         through.
@@ -148,7 +150,7 @@ class DiskCache:
             )
 
     def blob(self, digest: str) -> Path:
-        """Return the file of an adapter's blob, and mark it as used.
+        """Return the path of an adapter's blob (safetensors file), and mark it as used.
 
         The file can be removed at any time afterwards. Raises FileNotFoundError if the folder has
         no such file.
@@ -156,7 +158,8 @@ class DiskCache:
         return self._index.use(digest)
 
     def verify(self, digest: str) -> None:
-        """Read all of a blob in the folder and compare its SHA-256 with its digest.
+        """Read all of an adapter's blob (safetensors file) in the folder and compare its SHA-256
+        with its digest.
 
         A damaged blob is removed. Raises FileNotFoundError if there is no such blob or if it was
         damaged.
@@ -167,7 +170,7 @@ class DiskCache:
             raise FileNotFoundError(f"{digest} was damaged")
 
     def image(self, digest: str) -> Path:
-        """Return the file of an adapter's packed image, and mark it as used.
+        """Return the path of the file with an adapter's packed image, and mark it as used.
 
         The file can be removed at any time afterwards. Raises FileNotFoundError if the folder has
         no such file.
@@ -200,15 +203,18 @@ class DiskCache:
         self._remove_damaged(self.image_name(digest))
 
     def pin(self, digest: str) -> bool:
-        """Protect an adapter's blob or image from eviction, from the next call of `apply_pins` on.
+        """Protect an adapter's files, blob or packed image, from eviction, from the next call of
+        `apply_pins` on.
 
-        Returns whether an earlier call has protected the files already. Does not call the file
-        system.
+        Returns whether one of the files is protected already, by an earlier `apply_pins`. Does not
+        call the file system.
         """
         return self._pins.add(digest)
 
     def unpin(self, digest: str) -> None:
-        """Allow the eviction of an adapter's files, from the next call of `apply_pins` on."""
+        """Allow the eviction of an adapter's files (blob, packed image), from the next call of
+        `apply_pins` on.
+        """
         self._pins.remove(digest)
 
     def apply_pins(self) -> None:

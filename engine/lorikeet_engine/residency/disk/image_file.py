@@ -34,10 +34,11 @@ _DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
 
 def fingerprint(shape: BaseShape, limits: AdapterLimits, dtype: torch.dtype, world: int = 1) -> str:
-    """Return a fingerprint of all that determines an image apart from the blob: 16 hex digits.
+    """Return a fingerprint (16 hex digits) of all that determines an image (a packed adapter),
+    apart from the adapter's own file.
 
     limits: limits on adapters. They are included because an image file is read without the checks
-        of its blob.
+        of the adapter's own file.
     dtype: dtype of the image.
     world: number of tensor parallel ranks that share the model.
     """
@@ -46,7 +47,7 @@ def fingerprint(shape: BaseShape, limits: AdapterLimits, dtype: torch.dtype, wor
 
 
 def write_image(path: Path, name: str, image: PackedImage) -> None:
-    """Write an adapter's image as a file.
+    """Write an adapter's packed image as a file.
 
     path: file to write, which may have a temporary name.
     name: final name of the file, which is stored inside it.
@@ -183,7 +184,8 @@ def _damaged(path: Path) -> AdapterRejected:
 
 
 class ImageWriter:
-    """Writes images from host memory to the disk, one after another, on a thread of its own.
+    """Writes adapters' packed images from host memory to the disk, one after another, on a thread
+    of its own.
 
     on_release: called when an image's data is written, so that host memory may evict the image
         again.

@@ -86,7 +86,9 @@ class _IncomingBlob:
 
 
 class IncomingBlobs:
-    """Packs incoming blobs into the host arena, at most MAX_CONCURRENT at once. Thread-safe."""
+    """Packs blobs (adapters' files) into the host arena while other processes still write them, at
+    most MAX_CONCURRENT at once. Thread-safe.
+    """
 
     def __init__(
         self,
@@ -100,6 +102,7 @@ class IncomingBlobs:
     ) -> None:
         """Start without incoming blobs.
 
+        host: memory for the packed images.
         limits: limits on adapters, checked before a blob is packed.
         max_elements: limit on the size of an image on one GPU.
         world: number of tensor parallel ranks that share the model.
@@ -121,6 +124,7 @@ class IncomingBlobs:
         Does nothing if MAX_CONCURRENT blobs are being packed already. Packing ends without an image
         if the host has no memory for it.
 
+        digest: SHA-256 of the complete blob.
         size_bytes: size of the complete blob.
         """
         with self._lock:

@@ -30,8 +30,8 @@ _EVICT_BEFORE_MOVING = 2
 
 
 class LoadReason(Enum):
-    """Reason why an image is placed on the GPU; it decides which adapters may be evicted for the
-    image.
+    """Reason why an adapter's packed image is placed on the GPU; it decides which adapters may be
+    evicted for the image.
     """
 
     REQUEST = auto()  # also revokes pins if nothing else can be evicted
@@ -40,7 +40,7 @@ class LoadReason(Enum):
 
 
 class PlaceOnGpu(Protocol):
-    """Signature of the method of Tiers that copies an image to the GPU."""
+    """Function that copies an image to the GPU, as pins, prefetches and requests need it."""
 
     def __call__(
         self, ref: AdapterRef, image: PackedImage, reason: LoadReason, uses: float = 0.0
@@ -62,7 +62,8 @@ class GpuAdapter:
 
     sums: checksums of the image's layers when it was packed.
     score: eviction score; the adapter with the lowest is evicted first.
-    leases: number of leases.
+    last_used_s: time of the last use, by the clock of GpuAdapters.
+    leases: number of sequences that use the adapter now.
     guarded_until_s: time until which the adapter is not evicted, since a request waits for it; None
         if the adapter is not guarded.
     copying: whether the copy is incomplete, so that the adapter cannot be leased yet.
@@ -97,8 +98,9 @@ class Lease:
     head_rank: LoRA rank of the adapter on lm_head.
     head_rows: number of rows of lm_head that the adapter replaces.
     changes_experts: whether linears of experts are adapted.
-    has_vectors: whether linears have vectors (LoraWeights.vectors).
-    composed: False; True in CompositionLease, which has the same attributes.
+    has_vectors: whether linears have a gain and a bias (LoraWeights.vectors), as of DoRA.
+    composed: whether this is the lease of a composition (CompositionLease), which has the same
+        attributes.
     """
 
     composed = False
@@ -143,7 +145,7 @@ class Lease:
 
 
 class GpuAdapters:
-    """Decides which adapters are on the GPU, and leases them.
+    """Decides which adapters are on the GPU, and leases them to sequences.
 
     For the engine's thread only, except holds, snapshot, available_elements and victim.
     """
@@ -243,7 +245,9 @@ class GpuAdapters:
         return adapter.layout.max_rank if adapter is not None else None
 
     def loaded_at_s(self, digest: str) -> float:
-        """Return the time at which an adapter's copy to the GPU was complete."""
+        """Return the time at which an adapter's copy to the GPU was complete, by the constructor's
+        `clock`.
+        """
         return self._adapters[digest].loaded_at_s
 
     def snapshot(self) -> list[GpuAdapter]:
@@ -290,7 +294,7 @@ class GpuAdapters:
         return Lease(adapter, self._lease_ended, on_release)
 
     def evict_for(self, elements: int, *, for_request: bool, below: float = math.inf) -> bool:
-        """Evict adapters until an image of this size fits.
+        """Evict adapters until a packed adapter of this size fits into the GPU's arena.
 
         Returns False, and evicts none, if evictions cannot free enough memory.
 
@@ -317,7 +321,7 @@ class GpuAdapters:
     def place(
         self, ref: AdapterRef, image: PackedImage, reason: LoadReason, uses: float = 0.0
     ) -> ImageCopy | None:
-        """Begin to copy an image to the GPU, evicting other adapters as needed.
+        """Begin to copy an adapter's packed image to the GPU, evicting other adapters as needed.
 
         Returns None if not enough memory can be freed. The adapter can be leased after
         `copy_finished`.

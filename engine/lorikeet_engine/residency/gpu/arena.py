@@ -56,7 +56,8 @@ _MOVE_ELEMENTS = 4 << 20
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Part of an image in the arena: elements `begin` to `end` of the image.
+    """Part of an adapter's packed image in the arena (GPU memory for adapters): elements `begin` to
+    `end` of the image.
 
     offset: offset of the part in the arena.
     """
@@ -68,7 +69,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class WriteRow:
-    """Command to write the place of an adapter's image into the table of adapters.
+    """Command to write the place of an adapter's packed image into the table of adapters.
 
     slot: the adapter's slot, which is its row in the table.
     row: [layers + 1, modules, 3] int64: offsets of A and B in the arena, and the LoRA rank.
@@ -83,7 +84,7 @@ class WriteRow:
 
 @dataclass(frozen=True, slots=True)
 class WriteMembers:
-    """Command to write the slots and weights of a composition's adapters.
+    """Command to write the slots and weights of the adapters that a composition adds up.
 
     slot: the composition's slot.
     """
@@ -95,7 +96,9 @@ class WriteMembers:
 
 @dataclass(frozen=True, slots=True)
 class ReadsEnd:
-    """Command to record that the steps launched so far are the last to read the image in a slot."""
+    """Command to record that the steps launched so far are the last to read the adapter's image in
+    a slot.
+    """
 
     slot: int
 
@@ -112,7 +115,9 @@ class ClearRow:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Move of elements in the arena from `source` down to `target`; the two ranges may overlap."""
+    """Move of elements in the arena (GPU memory for adapters) from `source` down to `target`; the
+    two ranges may overlap.
+    """
 
     source: int
     target: int
@@ -121,7 +126,9 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class Compact:
-    """Command to move images in the arena, in the given order, and to rewrite their table rows."""
+    """Command to move adapters' packed images in the arena, in the given order, and to rewrite
+    their table rows.
+    """
 
     moves: tuple[Move, ...]
     rows: tuple[WriteRow, ...]
@@ -164,7 +171,8 @@ class DeviceArena:
             self._run(command)
 
     def copy(self, image: torch.Tensor, pieces: Sequence[Piece]) -> ImageCopy:
-        """Copy an image from the host to the arena, and compute its checksum there.
+        """Copy an adapter's packed image from the host to the arena, and compute its checksum
+        there.
 
         pieces: places of the image's parts in the arena.
         """
@@ -182,7 +190,9 @@ class DeviceArena:
         return ImageCopy(copy, copy)
 
     def blocks(self, pieces: Sequence[Piece]) -> list[torch.Tensor]:
-        """Return views of an image's pieces in the arena, valid until the image is moved."""
+        """Return views of the pieces of an adapter's image in the arena, valid until the image is
+        moved.
+        """
         return [self.weights.arena[p.offset : p.offset + p.end - p.begin] for p in pieces]
 
     def _run(self, command: Command) -> None:

@@ -15,7 +15,8 @@ from lorikeet_engine.residency.packed_image import PackedLayout
 
 
 class CompositionLease:
-    """Right of a sequence to use all adapters of a composition, and the composition's slot.
+    """Right of a sequence to use all adapters of a composition (a weighted sum of adapters), and
+    the composition's slot.
 
     Attributes are those of Lease; the ranks are sums over the adapters.
     """
@@ -45,7 +46,7 @@ class CompositionLease:
 
 
 class Compositions:
-    """Slots of the leased compositions. For the engine's thread only."""
+    """Slots of the leased compositions (sums of adapters). For the engine's thread only."""
 
     def __init__(
         self,
@@ -77,7 +78,8 @@ class Compositions:
 
         lease: leases one of the composition's adapters, by its index.
 
-        Raises AdapterNotComposable and AdapterTooLarge.
+        Raises AdapterNotComposable if an adapter cannot be added to others, as with DoRA, and
+        AdapterTooLarge if the ranks add up to more than max_rank.
         """
         digest, members = composition.digest, composition.members
         found = [self._gpu.usable(ref.digest) for ref in members]
@@ -110,7 +112,8 @@ class Compositions:
         return CompositionLease(self._slots[digest], leases, lambda: self._ended(digest))
 
     def gather(self, composition: Composition) -> None:
-        """Protect a composition's adapters on the GPU from eviction while its others load.
+        """Protect the adapters of a composition (a sum of adapters) on the GPU from eviction while
+        its others load.
 
         Call again until all are on the GPU. Only one composition is protected at a time: two
         could each hold memory that the other needs.

@@ -25,12 +25,14 @@ _AT_ONCE_BYTES = 256 << 20  # 5 ms of the bus; 168 MB at once lengthened gaps by
 
 
 class CopyTotal(Protocol):
-    """Checksum of a copied image, available once the copy is complete. Implemented by Download and
-    PacedCopy.
+    """Checksum of an adapter's image that was copied to the GPU, available once the copy is
+    complete. Implemented by Download and PacedCopy.
     """
 
     def wait(self) -> torch.Tensor:
-        """Return the checksum of the copied image, [] int64, once the copy is complete."""
+        """Return the checksum of the adapter's image as copied, [] int64, once the copy is
+        complete.
+        """
         ...
 
 
@@ -45,7 +47,7 @@ class CopyEvent(Protocol):
 
 
 class ImageCopy(NamedTuple):
-    """A copy of an image to the arena, in flight.
+    """A copy of an adapter's packed image to the arena (GPU memory for adapters), in flight.
 
     total: checksum (word_sum) of the image as it arrives in the arena.
     event: event that is complete once the copy and its checksum are complete; None if they are
@@ -136,7 +138,7 @@ def sum_of(blocks: Iterable[torch.Tensor]) -> Download:
 
     The result's `wait` returns the checksum.
 
-    blocks: the image's tensors in the arena.
+    blocks: the image's tensors in the arena (GPU memory for adapters).
     """
     return Download(reduce(add, map(word_sum, blocks)))
 
@@ -150,7 +152,7 @@ def _parts(
 
 
 class FinishedCopy(NamedTuple):
-    """A completed copy of an image to the GPU.
+    """A completed copy of an adapter's packed image to the GPU.
 
     elements: size of the image.
     took_s: seconds that the copy took, without waiting for earlier copies.
@@ -164,7 +166,8 @@ class FinishedCopy(NamedTuple):
 
 
 class ImageCopies:
-    """Copies to the GPU in flight. For the engine's thread only, except `elements`.
+    """Copies of adapters' packed images to the GPU, in flight. For the engine's thread only, except
+    `elements`.
 
     wake: called on another thread when a copy is complete.
     """

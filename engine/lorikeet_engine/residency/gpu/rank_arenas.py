@@ -19,8 +19,8 @@ from lorikeet_engine.residency.gpu.image_copies import CopyEvent, CopyTotal, Ima
 
 @dataclass(frozen=True, slots=True)
 class CopyImage:
-    """Command to copy a rank's image from the host to its GPU, and to report its checksum at the
-    copy's end.
+    """Command to copy each rank's part of a packed adapter (its image) from the host to its GPU,
+    and to report its checksum at the copy's end.
 
     copy: number that identifies the copy.
     begin: element of the host arena at which rank 0's image begins; the images of the other ranks
@@ -36,7 +36,8 @@ class CopyImage:
 
 
 class LeadingArena(DeviceArena):
-    """Arena of the leading rank. The followers repeat its commands and copies.
+    """Arena (adapters' GPU memory) of the leading rank. The followers, the other ranks' processes,
+    repeat its commands and copies.
 
     A copy is complete once it is complete in all ranks. An error in the leader alone would make the
     ranks' arenas differ, so `run` and `copy` then raise DeviceLost.
@@ -85,7 +86,9 @@ def arena_of(
 
 
 class FollowingArena(DeviceArena):
-    """Arena of a following rank: repeats the leader's operations with its own rank's images."""
+    """Arena (adapters' GPU memory) of a following rank: repeats the leader's operations with its
+    own rank's images.
+    """
 
     def __init__(
         self, weights: LoraWeights, device: torch.device, host: torch.Tensor, rank: int
@@ -100,14 +103,21 @@ class FollowingArena(DeviceArena):
         self._host, self._rank = host, rank
 
     def copy_own(self, wanted: CopyImage) -> ImageCopy:
-        """Copy this rank's image as the leader's command says."""
+        """Copy this rank's image from the host arena to this rank's GPU.
+
+        wanted: the leader's command.
+        """
         begin = wanted.begin + self._rank * wanted.elements
         return self.copy(self._host[begin : begin + wanted.elements], wanted.pieces)
 
 
 @dataclass(frozen=True, slots=True)
 class _InAllRanks:
-    """Completion of a copy that all ranks make, once it is complete in all ranks; a CopyEvent."""
+    """Completion of a copy that all ranks make, once it is complete in all ranks; a CopyEvent.
+
+    own: completion of this rank's copy; None if it is complete.
+    others: reports of the other ranks.
+    """
 
     own: CopyEvent | None
     others: RankCopies
@@ -120,7 +130,11 @@ class _InAllRanks:
 
 @dataclass(frozen=True, slots=True)
 class _Total:
-    """Checksum of an image that all ranks copy, summed over the ranks' parts; a CopyTotal."""
+    """Checksum of an image that all ranks copy, summed over the ranks' parts; a CopyTotal.
+
+    own: checksum of this rank's part.
+    others: reports of the other ranks.
+    """
 
     own: CopyTotal
     others: RankCopies

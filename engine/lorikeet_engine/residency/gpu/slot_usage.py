@@ -30,7 +30,8 @@ class _Leased:
 
 
 class SlotUsage:
-    """Counts the leased time of each adapter, divided equally among the tenants that lease it.
+    """Counts for how long each adapter on the GPU is leased (in use by requests); time in which
+    several tenants lease it is divided equally among them.
 
     The engine's thread calls the recording methods; any one thread may call `take`.
 
@@ -44,7 +45,7 @@ class SlotUsage:
         self._uses: dict[SlotUser, SlotUse] = {}  # since the last `take`
 
     def leased(self, user: SlotUser) -> None:
-        """Record that a lease begins."""
+        """Record that a lease, a request's use of an adapter on the GPU, begins."""
         with self._lock:
             leased = self._settled(user.ref.digest)
             leased.leases[user] += 1

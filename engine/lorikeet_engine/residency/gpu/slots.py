@@ -25,7 +25,7 @@ from lorikeet_engine.residency.packed_image import PackedLayout
 
 @dataclass(frozen=True, slots=True)
 class PlacedImage:
-    """Image's layout, and its place in the device's arena."""
+    """Layout of an adapter's packed image, and its place in the arena (GPU memory for adapters)."""
 
     layout: PackedLayout
     pieces: tuple[Piece, ...]
@@ -33,7 +33,8 @@ class PlacedImage:
 
 @dataclass(frozen=True, slots=True)
 class SlotAllocation:
-    """A slot and a place in the arena, allocated for an image that is not copied yet.
+    """A slot and a place in the arena, allocated for an adapter's packed image that is not copied
+    yet.
 
     pieces: places of the image's parts.
     commands: commands for the arena, to run before the image is copied.
@@ -45,7 +46,7 @@ class SlotAllocation:
 
 
 class SlotPool:
-    """Fixed number of GPU slots for images of any size.
+    """Fixed number of GPU slots for adapters' packed images of any size.
 
     Computes places, and moves images if free blocks are too small; a DeviceArena runs the resulting
     commands. For the engine's thread only, except `placed`.
@@ -69,7 +70,7 @@ class SlotPool:
         return self.elements - self._blocks.free
 
     def can_place(self, elements: int) -> bool:
-        """Whether there is a free slot and enough free elements for an image of this size."""
+        """Whether a slot is free, and enough elements for a packed adapter of this size."""
         return bool(self._free) and elements <= self._blocks.free
 
     def fits(self, layout: PackedLayout) -> bool:
@@ -77,7 +78,8 @@ class SlotPool:
         return bool(self._free) and bool(self._split(layout))
 
     def place(self, layout: PackedLayout) -> SlotAllocation:
-        """Allocate a slot and a place for an image, moving other images if necessary.
+        """Allocate a slot and a place for an adapter's packed image, moving other images if
+        necessary.
 
         Requires that `can_place` returns True for the image's size.
         """
@@ -95,11 +97,13 @@ class SlotPool:
         return SlotAllocation(slot, placed.pieces, (*commands, self._row(slot)))
 
     def placed(self) -> dict[int, PlacedImage]:
-        """Return a snapshot of all images in the arena, by slot. For any thread, without a lock."""
+        """Return a snapshot of all adapters' images in the arena, by slot. For any thread, without
+        a lock.
+        """
         return self._placed.copy()
 
     def image(self, slot: int) -> PlacedImage | None:
-        """Return the image in a slot; None if the slot is free.
+        """Return the adapter's image in a slot; None if the slot is free.
 
         Each move or replacement of the image makes a new object, so `is` tells whether it has
         changed.
@@ -114,7 +118,8 @@ class SlotPool:
         return ClearRow(slot)
 
     def _split(self, layout: PackedLayout) -> list[int]:
-        """Split an image between layers so that its pieces fit into the largest holes.
+        """Split an adapter's packed image between layers so that its pieces fit into the largest
+        holes.
 
         Returns the element of the image at which each piece ends; [] if no such split fits.
         """
