@@ -51,6 +51,7 @@ _SCORES = 2048
 class ExpectedStep(NamedTuple):
     """Expected time of a step with decodes, without the part that is learned from measured steps.
 
+    seconds: the expected time. StepBudget.record learns how much longer the step took.
     has_prompts: whether the step computes prompts in addition to the decodes.
     """
 
@@ -118,7 +119,9 @@ class StepBudget:
         return padded_s + self._costs.lora_token_s * tokens + seen_s
 
     def background_tokens(self, rows: int) -> int:
-        """Return how many tokens of sequences in the background a step may compute beside others.
+        """Return how many tokens of background sequences a step may compute beside foreground ones.
+
+        They may lengthen the step by 3%.
 
         rows: number of tokens that the foreground's decodes compute; 0 in a step of prompts alone.
         """
@@ -155,8 +158,10 @@ class StepBudget:
         learned_s.append(step_s - expected.seconds)
 
     def _learned_from(self, decodes: list[Chunk]) -> float:
-        """Return the seconds that decodes take beyond the base time, for adapters, attention and
-        forced tokens.
+        """Return the seconds that decodes are predicted to take beyond the base time.
+
+        The base time is what record() learns; beyond it, decodes take time for adapters, attention
+        and forced tokens.
         """
         leases = (chunk.sequence.lease for chunk in decodes)
         ranks = sum({lease.slot: lease.rank for lease in leases if lease is not None}.values())
@@ -174,9 +179,8 @@ class PromptBudget:
     """Prompt tokens that one step may compute, limited by their number and by their time.
 
     tokens: prompt tokens that the step can still compute, whatever time they take.
-    multiple: a chunk that ends neither its prompt nor the part of the prompt before an adapter's
-        invocation ends at a multiple of this many tokens of the prompt, unless it would then be
-        empty.
+    multiple: a chunk within a prompt ends at a multiple of this many tokens of the prompt, unless
+        it would then be empty, or ends where an activated adapter begins to change tokens.
     scored: for prompt_logprobs, the prompt tokens of the chunks taken so far from whose logits the
         log probability of the next prompt token is computed.
     """
