@@ -64,7 +64,7 @@ class StatePool:
 
     @property
     def owned(self) -> int:
-        """Number of slots of running sequences, and of states that are being copied to the cache."""
+        """Number of slots of running sequences, and of states being copied to the cache."""
         return self.slots - len(self._free) - len(self._holds)
 
     @property
