@@ -41,6 +41,9 @@ HAProxy, 0.26 ms behind Serve's own proxy.
 class ResponseStream:
     """Queue of unsent items of all answers from a replica to one gateway. For one event loop.
 
+    An item is a piece of an answer: bytes for the client, or an object for the gateway, such as
+    token counts.
+
     closed: True once the gateway no longer reads the stream.
     """
 
@@ -57,7 +60,8 @@ class ResponseStream:
     ) -> None:
         """Add new items of an answer, split into parts that fit a message.
 
-        log: outputs that the items were made of.
+        request_id: id of the attempt to answer the call.
+        log: record of the engine's outputs that the items were made of (output_log.py).
         ended: True if these are the answer's last items.
         """
         waiting = self._waiting.setdefault(request_id, [])
@@ -70,8 +74,9 @@ class ResponseStream:
         self._ready.set()
 
     async def take(self) -> list[DeltaGroup]:
-        """Wait for new items; return those that fit a message, or an empty list once the stream is
-        closed.
+        """Wait for new items; return those that fit a message, by answer.
+
+        Returns an empty list once the stream is closed and has no more items.
         """
         await self._ready.wait()
         groups, size = list[DeltaGroup](), 0
@@ -181,7 +186,8 @@ class ResponseBuffer:
 
     Constructor arguments:
     interval_s: function that returns the minimum time between two deltas, in seconds.
-    log: to which the log of the received items is appended.
+    log: record of the engine's outputs, from which another replica can go on with the answer; grows
+        with the items.
     begun: whether the client has bytes of the answer.
     is_last: whether no further replica would get the call.
     """
@@ -209,7 +215,11 @@ class ResponseBuffer:
 
     @property
     def can_move(self) -> bool:
-        """Whether another replica can go on with the answer, or begin it anew."""
+        """Whether another replica can go on with the answer, or begin it anew.
+
+        True while the client has no bytes of it; later, only with a log and if a further replica
+        may get the call.
+        """
         return not self._begun or (bool(self._log) and not self._is_last)
 
     def put(
@@ -217,7 +227,8 @@ class ResponseBuffer:
     ) -> None:
         """Add new items of the answer; wake `take` once the interval between deltas has passed.
 
-        log: outputs that the items were made of; None: further parts of the items follow.
+        log: record of the engine's outputs that the items were made of; None: further parts of the
+            items follow.
         ended: True if these are the answer's last items.
         """
         self._parts += items
@@ -278,7 +289,10 @@ class ResponseBuffers:
     ) -> Iterator[ResponseBuffer]:
         """Open the buffer of a call's answer until the context ends.
 
-        See ResponseBuffer for the parameters.
+        request_id: id of the attempt to answer the call.
+        log: gets the record of the engine's outputs that the received items were made of.
+        begun: whether the client has bytes of the answer.
+        is_last: whether no further replica would get the call.
         """
         buffer = ResponseBuffer(self._interval_s, log, begun=begun, is_last=is_last)
         self._open[request_id] = buffer
@@ -296,19 +310,30 @@ class ResponseBuffers:
                 buffer.put(items, log, ended=ended)
 
     def fail(self, replica: str, error: BaseException) -> None:
-        """Fail all answers that a replica has begun and not completed."""
+        """Fail all answers that a replica has begun and not completed.
+
+        error: raised by the buffers' `take`.
+        """
         for buffer in self._open.values():
             if buffer.replica == replica:
                 buffer.fail(error)
 
     def leave(self, replica: str, error: BaseException) -> None:
-        """Fail all answers that a replica has begun and that can move."""
+        """Fail all answers that a replica has begun and another replica can go on with (can_move).
+
+        error: raised by the buffers' `take`.
+        """
         for buffer in self._open.values():
             if buffer.replica == replica and buffer.can_move:
                 buffer.fail(error)
 
     def leave_call(self, request_id: str, error: BaseException) -> None:
-        """Fail the answer of one open call if it can move; ignore a call that is closed."""
+        """Fail the answer of one open call if another replica can go on with it (can_move).
+
+        A call that is closed is ignored.
+
+        error: raised by the buffer's `take`.
+        """
         buffer = self._open.get(request_id)
         if buffer is not None and buffer.can_move:
             buffer.fail(error)

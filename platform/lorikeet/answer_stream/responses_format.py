@@ -371,7 +371,7 @@ def _event(kind: str, number: int, members: bytes) -> bytes:
 
 
 def _of_part(kind: str, members: bytes) -> ItemEvent:
-    """Return an event of an output item's only content part.
+    """Return an event about an output item's content part, of which each item has one: index 0.
 
     kind: the event's type without its prefix `response.`.
     members: JSON members of the event besides the index of the part.
