@@ -98,7 +98,7 @@ class Tiers:
         world: number of tensor parallel ranks that share the model.
         followers: processes of the other ranks, which repeat all operations on `arena`.
         base: reads rows of the base model's weights and biases, which are needed to pack DoRA's
-            magnitudes and trained biases; None: no adapter may have these.
+            magnitudes and biases that replace the base model's; None: no adapter may have these.
         """
         self._wake = wake
         self.weights = allocate_weights(shape, gpu_bytes, max_slots, dtype, device)

@@ -64,7 +64,7 @@ class VirtualCounter:
         return self.background, self.value
 
     def charge(self, cost: float) -> None:
-        """Add the cost of work done for the tenant."""
+        """Add the cost of work done for the tenant, divided by its weight, to `value`."""
         self.value += cost / self.weight
 
 

@@ -341,7 +341,8 @@ class KVCache(PagePool):
         possible.
 
         Groups with a window get the pages of the first window; `grow` adds the others later.
-        Returns False and gives no pages if too few are free.
+        Returns False and gives no pages if too few are free, or no slot for the state of delta
+        nets.
 
         spare: number of other sequences; one free page per group is left for each of them.
         """

@@ -138,7 +138,8 @@ class SequenceTimings:
     host_tokens: those of the cached tokens whose pages came from host memory.
     preemptions: number of times that the sequence was preempted.
     steps: number of steps that the sequence took part in.
-    drafts: numbers of drafted tokens by source; empty without any.
+    drafts: numbers of verified and of accepted drafted tokens, by the text in which they were
+        found; empty without any.
     member_tiers, members_loaded_s: like residency and loaded_s, for each adapter of a composition.
     """
 
@@ -306,7 +307,10 @@ class Sequence:
 
     @property
     def complete(self) -> bool:
-        """Whether all output tokens have been sampled, even if the host has not read the last."""
+        """Whether max_tokens output tokens have been sampled or forced, read by the host or not.
+
+        An end by a stop token is known only once the host has read the token.
+        """
         return self.length - self.prompt_length == self.max_tokens
 
     @property

@@ -110,9 +110,10 @@ class StatePool:
         return slot
 
     def take_to_save(self) -> int | None:
-        """Give a slot as `take` does, to copy a state into before `publish` or `release`.
+        """Give a slot to copy a state into; evict the least recently used state if need be.
 
-        Returns None if sequences that begin may need all other slots.
+        End with `publish`, which makes the copy a cached state, or with `release`. Returns None if
+        sequences that begin may need all other slots.
         """
         if len(self._saving) >= self._most_saving:
             return None

@@ -148,11 +148,13 @@ class StepBudget:
         return ExpectedStep(seconds, bool(prompts))
 
     def record(self, step_s: float, expected: ExpectedStep) -> None:
-        """Learn from a step that has run. A step without prompts tells the base time, and a step
-        with prompts the extra time of prompts, each as step_s less the seconds in `expected`.
+        """Learn from a step that has run: keep step_s less the seconds in `expected`.
+
+        Of a step without prompts, that is the base time of steps; of a step with prompts, the time
+        that prompts take beyond their expected time.
 
         step_s: time that the step took.
-        expected: result of `expected` for the step.
+        expected: what the method `expected` returned for the step.
         """
         learned_s = self._beside_s if expected.has_prompts else self._bases_s
         learned_s.append(step_s - expected.seconds)

@@ -142,7 +142,7 @@ class ResponseStreams:
     async def to(self, gateway: str) -> ResponseStream:
         """Return the stream to a gateway; wait for a new gateway to open it.
 
-        Raises EngineClosed if the gateway does not open it in time.
+        Raises EngineClosed if the gateway does not open it within 5 s.
         """
         loop = asyncio.get_running_loop()
         due_s = loop.time() + _OPENING_S

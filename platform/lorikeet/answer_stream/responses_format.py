@@ -182,7 +182,10 @@ _STATUS = {
 
 
 class ResponseEventStream:
-    """Server-sent events of one streamed response (Responses API), with EventStream's interface."""
+    """Server-sent events of one streamed response (Responses API).
+
+    Call `delta` for each delta of the answer, then `end` once, as with EventStream.
+    """
 
     def __init__(self, call: Call) -> None:
         self._call = call

@@ -119,6 +119,8 @@ class AdapterCatalog:
     ) -> TenantRecord:
         """Create a tenant.
 
+        options: rate limits, budgets, weight, and limits on adapters and pins (TenantOptions).
+
         Raises InvalidInput if its name or an option is not allowed, Conflict if the name is taken.
         """
         check_name(name, "tenant")
@@ -133,6 +135,9 @@ class AdapterCatalog:
 
         Adapters and pins beyond a new limit stay registered, but placement keeps only the pins that
         fit the budget.
+
+        options: rate limits, budgets, weight, and limits on adapters and pins (TenantOptions).
+
         Raises InvalidInput if an option is not allowed, UnknownTenant if there is no such tenant.
         """
         check_options(options)
@@ -178,6 +183,8 @@ class AdapterCatalog:
         self, key_id: str, *, actor: str, **options: Unpack[KeyLimitOptions]
     ) -> KeyRecord:
         """Change the given limits of a key.
+
+        options: rate limits and priority (KeyLimitOptions).
 
         Raises InvalidInput if a limit is not allowed, UnknownKey if there is no such key, and
         Conflict if the key is revoked.
