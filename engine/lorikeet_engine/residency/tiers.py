@@ -86,7 +86,7 @@ class Tiers:
     ) -> None:
         """Allocate memory for adapters on the GPU and the host.
 
-        shape: the base model's linears, to which adapters must fit.
+        shape: sizes of the base model's layers, to which adapters must fit.
         limits: limits on the rank and the size of each adapter.
         source: store from which adapters' files (blobs) are downloaded.
         dtype: dtype of adapters on the GPU and the host.

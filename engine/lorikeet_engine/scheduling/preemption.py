@@ -69,8 +69,8 @@ def sequences_to_preempt(
 def furthest_ahead_last(sequence: Sequence) -> tuple[tuple[bool, float], int]:
     """Return a running sequence's sort key.
 
-    Sequences of the tenant with the largest VirtualCounter.place come last, and among these the
-    youngest comes last.
+    Sequences in the background come last, then those of the tenant that has got the most service;
+    among the sequences of a tenant, the youngest comes last.
     """
     return sequence.cost.counter.place, sequence.arrival
 

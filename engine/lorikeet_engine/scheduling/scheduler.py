@@ -203,7 +203,8 @@ class Scheduler:
     def wait_s(self, params: SchedulingParams) -> float:
         """Estimate the seconds that a new request with these parameters would wait to begin.
 
-        The estimate is 0 unless the engine is saturated. Any thread may call this.
+        The estimate is 0 unless the engine is saturated: unless foreground sequences wait only
+        because the last planned step has no capacity left. Any thread may call this.
         """
         if not self._throughput.saturated:
             return 0.0
