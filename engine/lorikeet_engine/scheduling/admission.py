@@ -78,7 +78,7 @@ class Admission:
         exceed it.
     cache: tells whether another sequence is about to compute the same prefix.
     adapters: leases adapters.
-    failed: by digest, the errors of adapters that `prepare` found could not be loaded.
+    failed: by digest, the errors of adapters that could not be loaded; `prepare` adds them.
     reserved_for: sequence that must begin before any other sequence with an adapter does; None if
         there is no such sequence.
     lacks_room: whether `prepare` has refused a foreground sequence because other adapters use up

@@ -181,8 +181,9 @@ class PromptBudget:
     """Prompt tokens that one step may compute, limited by their number and by their time.
 
     tokens: prompt tokens that the step can still compute, whatever time they take.
-    multiple: a chunk within a prompt ends at a multiple of this many tokens of the prompt, unless
-        it would then be empty, or ends where an activated adapter begins to change tokens.
+    multiple: a chunk ends at a multiple of this many tokens of its prompt. Exceptions: the prompt's
+        end, the place where an activated adapter begins to change tokens, and a chunk that would
+        be empty.
     scored: for prompt_logprobs, the prompt tokens of the chunks taken so far from whose logits the
         log probability of the next prompt token is computed.
     """

@@ -18,8 +18,8 @@ class StepLaunch(NamedTuple):
     launched_s: time of the launch, by perf_counter.
     sequences: number of sequences in the step.
     adapters: number of distinct adapters in the step.
-    expected: expected time, with which StepBudget.record compares the measured time; None without a
-        StepBudget or without decodes.
+    expected: expected time, with which StepBudget.record compares the measured time; None without
+        decodes, without an inter-token goal, or if the step is not recorded.
     """
 
     launched_s: float

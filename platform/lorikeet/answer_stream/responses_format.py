@@ -374,7 +374,7 @@ def _event(kind: str, number: int, members: bytes) -> bytes:
 
 
 def _of_part(kind: str, members: bytes) -> ItemEvent:
-    """Return an event about an output item's content part, of which each item has one: index 0.
+    """Return an event about the one content part (index 0) of a message or reasoning item.
 
     kind: the event's type without its prefix `response.`.
     members: JSON members of the event besides the index of the part.
