@@ -17,7 +17,7 @@ def base_warning(trained_on: str | None, served: str, quantization: str | None) 
 
     trained_on: name that the adapter's files give its base model; None or empty if unknown.
     served: name of the served base model.
-    quantization: quantization of the served linears, as in EngineInfo; None if they are not
+    quantization: quantization of the served linears, such as "rounded to fp8"; None if they are not
         quantised.
     """
     if not trained_on:
@@ -43,7 +43,8 @@ def base_warning(trained_on: str | None, served: str, quantization: str | None) 
 def _has_values_of(copy: str, quantization: str | None) -> bool:
     """Whether the served linears equal the linears of a quantised copy of the base model.
 
-    quantization: quantization of the served linears, as in EngineInfo; None if they are not
+    copy: name of the copy, which tells its quantization.
+    quantization: quantization of the served linears, such as "rounded to fp8"; None if they are not
         quantised.
     """
     if is_fp8_copy(copy):

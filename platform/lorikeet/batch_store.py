@@ -72,6 +72,10 @@ class Result(NamedTuple):
 class BatchStore:
     """Store that saves, lists and follows batches. Thread-safe.
 
+    A gateway runs a batch under a lease, which it renews; if the gateway is gone, another gateway
+    begins a new run. A run stores its results in parts. Marks (validated, cancelling, finalizing,
+    ended) record when a batch reached a state.
+
     max_open: limit on one tenant's batches that have not ended.
     clock: function that returns the time in Unix seconds.
     creating: lock to hold while open batches are counted and one is created.
@@ -145,7 +149,10 @@ class BatchStore:
         return self.json(tenant, batch_id)
 
     def mark(self, batch: BatchRecord, name: str) -> Json | None:
-        """Return the content of a batch's mark; None if the mark is not set."""
+        """Return the content of the mark that a batch has reached a state; None if it is not set.
+
+        name: name of the state: VALIDATED, CANCELLING, FINALIZING or ENDED.
+        """
         try:
             mark: Json = json.loads(self.store.get(_runs(batch.tenant, batch.id) + name))
         except ObjectNotFound:
@@ -153,9 +160,10 @@ class BatchStore:
         return mark
 
     def set_mark(self, batch: BatchRecord, name: str, **said: Any) -> Json:
-        """Set a batch's mark, unless it is set, and return its content.
+        """Record that a batch has reached a state, unless that is recorded; return the record.
 
-        said: members of the content beside the time.
+        name: name of the state: VALIDATED, CANCELLING, FINALIZING or ENDED.
+        said: members of the record beside the time.
         """
         mark = {"at": int(self.clock()), "ms": int(self.clock() * 1000), **said}
         try:
@@ -169,7 +177,10 @@ class BatchStore:
         return mark
 
     def last_lease(self, tenant: str, batch_id: str) -> StoredObject | None:
-        """Return the lease of a batch's last run; None if the batch was never run."""
+        """Return the lease of a batch's last run; None if the batch was never run.
+
+        The lease is an object that the run's gateway renews while it runs the batch.
+        """
         leases = [*self.store.scan(f"{_runs(tenant, batch_id)}lease-")]
         return leases[-1] if leases else None
 
@@ -199,7 +210,13 @@ class BatchStore:
     def put_part(
         self, batch: BatchRecord, run: int, number: int, results: Sequence[Result]
     ) -> None:
-        """Commit results: from now on their lines are done. Raises StoreError."""
+        """Store some results of a run as one part: from now on their lines are done.
+
+        Raises StoreError.
+
+        run: number of the run.
+        number: number of the part in the run.
+        """
         ok = sum(result.ok for result in results)
         key = f"part-{run:06d}-{number:06d}-{ok}-{len(results) - ok}"
         head = json.dumps([[result.number, result.ok] for result in results]).encode()
@@ -222,6 +239,7 @@ class BatchStore:
     def end(self, batch: BatchRecord, status: str, **said: Any) -> None:
         """End a batch, unless it has ended, and clear it.
 
+        status: OpenAI's name of the final status, such as "completed" or "failed".
         said: further members of the batch's JSON.
         """
         marks = {name: mark for name in _STATES if (mark := self.mark(batch, name))}
@@ -230,7 +248,9 @@ class BatchStore:
         self.clear(batch.tenant, batch.id)
 
     def clear(self, tenant: str, batch_id: str) -> None:
-        """Delete all marks, leases and parts of an ended batch but the mark of its end."""
+        """Delete all marks, leases and parts (stored results) of an ended batch but the mark of its
+        end.
+        """
         runs = _runs(tenant, batch_id)
         for key in list(self.store.list(runs)):
             if not key.endswith(f"/{ENDED}"):
@@ -261,7 +281,7 @@ def clean_up(store: ObjectStore, now: float, *, dry_run: bool) -> Iterator[Store
 def _batch_json(batch: BatchRecord, marks: Mapping[str, Json], done: tuple[int, int]) -> Json:
     """Return OpenAI's batch object.
 
-    marks: contents of the batch's marks, by name.
+    marks: records of the states that the batch has reached, with their times, by state.
     done: numbers of lines that have completed and failed so far.
     """
     ended = marks.get(ENDED)

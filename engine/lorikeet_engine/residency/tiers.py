@@ -54,13 +54,16 @@ log = logging.getLogger(__name__)
 class Tiers:
     """Manager of all tiers: keeps each adapter as near to the GPU as memory and demand allow.
 
+    The tiers are remote, disk, host and GPU. A blob is an adapter's file; an image is the adapter
+    packed for the GPU.
+
     For the engine's thread only: rank, loaded_at_s, request, lease, advance and close. Any thread
     may call the other methods, but `moved` only one thread at a time.
 
     weights: the GPU's tensors for adapters, which stay the same as long as the engine runs.
     arena: manager of the GPU's arena, which is one of the tensors in `weights`.
     changed: event that is set when `moved` may have something to return.
-    incoming_blobs: blobs that are packed while another process writes them.
+    incoming_blobs: packs blobs to images while another process still writes the blobs' files.
     """
 
     def __init__(
@@ -83,8 +86,9 @@ class Tiers:
     ) -> None:
         """Allocate memory for adapters on the GPU and the host.
 
-        limits: limits on adapters, which a blob must keep.
-        source: store of blobs that are not on this machine.
+        shape: sizes of the base model's layers, to which adapters must fit.
+        limits: limits on the rank and the size of each adapter.
+        source: store from which adapters' files (blobs) are downloaded.
         dtype: dtype of adapters on the GPU and the host.
         gpu_bytes, host_bytes, disk_bytes: memory for adapters in each tier. With several ranks,
             gpu_bytes is the memory on each rank's GPU.
@@ -93,7 +97,8 @@ class Tiers:
         wake: called on other threads when `advance` has work.
         world: number of tensor parallel ranks that share the model.
         followers: processes of the other ranks, which repeat all operations on `arena`.
-        base: rows of the base model, on which DoRA's gains and biases depend; None without a model.
+        base: reads rows of the base model's weights and biases, which are needed to pack DoRA's
+            magnitudes and biases that replace the base model's; None: no adapter may have these.
         """
         self._wake = wake
         self.weights = allocate_weights(shape, gpu_bytes, max_slots, dtype, device)
@@ -126,7 +131,9 @@ class Tiers:
 
     @property
     def loading_bytes(self) -> int:
-        """Total bytes of images on their way to the GPU, from any tier."""
+        """Total bytes of images (adapters packed for the GPU) on their way to the GPU, from any
+        tier.
+        """
         return self._stats.loading_bytes(self._requests.digests())
 
     @property
@@ -207,7 +214,7 @@ class Tiers:
         """Begin to load an adapter to the GPU, or all adapters of a composition at once.
 
         If it is there already, protect it from eviction until it is leased, but not longer than
-        GUARD_S seconds.
+        GUARD_S (0.5) seconds.
 
         A second call for the same adapter changes nothing.
 
@@ -379,7 +386,15 @@ class Tiers:
     def _place(
         self, ref: AdapterRef, image: PackedImage, reason: LoadReason, uses: float = 0.0
     ) -> bool:
-        """Copy an image to the GPU; PlaceOnGpu describes arguments and result."""
+        """Copy an image to the GPU, evicting other adapters as needed.
+
+        Returns False if not enough memory can be freed.
+
+        image: the adapter packed for the GPU, in host memory.
+        reason: reason for the copy, which decides the adapters that may be evicted.
+        uses: for a prefetch, number of the adapter's recent uses on other replicas that this
+            replica could serve instead.
+        """
         began_s = time.perf_counter()
         copy = self._gpu.place(ref, image, reason, uses)
         if copy is None:

@@ -30,10 +30,16 @@ def write_vectors(
     spans: Sequence[torch.Tensor],
     base: BaseRows | None,
 ) -> None:
-    """Write the vectors of a blob to every span of its image, whose A and B are there already.
+    """Write an adapter's vectors (gains and biases of linears) to every span of its image.
 
+    The A and B matrices must be in the spans already.
+
+    blob: the adapter's file, which has the trained magnitudes and biases.
+    spec: content of the blob.
+    layout: places of tensors in a span.
     spans: parts of the image, one for each tensor parallel rank.
-    base: rows of the base model; may be None if no vector depends on them.
+    base: reads rows of the base model; may be None if no vector depends on them: if the blob has
+        neither magnitudes nor biases that replace the base model's.
 
     Raises AdapterRejected if a vector does not fit the image's dtype.
     """
@@ -96,8 +102,10 @@ def _gain_and_bias(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the gain and the bias of a rank's outputs, [d_out] float32 each.
 
-    vectors: trained vectors of these outputs, by kind.
-    facts: the rank's rows of the base model.
+    vectors: trained vectors of these outputs, by kind (magnitude, bias, or bias of the LoRA).
+    facts: sums of squares of the rows of W + B·A, and the base model's own bias.
+    scaling: the LoRA's scaling, which multiplies its bias.
+    d_out: number of these outputs.
     """
     gain = torch.zeros(d_out)
     if MAGNITUDE in vectors:
@@ -112,7 +120,11 @@ def _gain_and_bias(
 
 
 def _read(descriptor: int, span: TensorSpan) -> torch.Tensor:
-    """Read a vector of a blob as float32."""
+    """Read a vector of a blob as float32.
+
+    descriptor: descriptor of the blob's open file.
+    span: the vector's place in the file.
+    """
     data = bytearray(span.size_bytes)
     if os.preadv(descriptor, [data], span.begin) != len(data):
         raise AdapterRejected("the blob ended early: its file was changed", field="size")

@@ -35,9 +35,9 @@ class SamplingRow(NamedTuple):
     seed: random seed of the choice, any integer.
     step: number of tokens that the choice's output already has.
     banned: ids that may not be sampled now, such as stop ids before min_tokens.
-    slot: the choice's slot in the sampler's Penalties, if params change logits.
-    drafted: token that the row before must sample for this row to count, as this row's logits are
-        those behind it; None if no such row is before.
+    slot: the choice's slot in the sampler's Penalties, if params has penalties or biases.
+    drafted: drafted (predicted) token from which this row's logits were computed. The row's result
+        counts only if the row before samples this token. None for a row without such a token.
     """
 
     params: SamplingParams
@@ -49,9 +49,9 @@ class SamplingRow(NamedTuple):
 
 
 def draws_of(rows: Mapping[int, SamplingRow], vocab: int) -> npt.NDArray[np.int64]:
-    """Return the operand `draws` of kernels.sampling, int64 [rows, DRAW_FIELDS].
+    """Encode sampling parameters for the kernel that draws tokens, int64 [rows, DRAW_FIELDS].
 
-    rows: sampling parameters by row of the logits, without greedy rows.
+    rows: sampling parameters by row of the logits; rows of temperature 0 must be left out.
     vocab: number of tokens in the vocabulary.
     """
     draws = np.empty((len(rows), DRAW_FIELDS), np.int64)

@@ -49,6 +49,8 @@ class _Work(Future[Result]):
 class GrammarWorker(Generic[Result]):
     """Worker thread that computes a result for each grammar, and caches the latest. Thread-safe.
 
+    A result is what `work` makes of a grammar's text, such as the compiled grammar.
+
     Tenants take turns, each with a limited queue: a tenant with many or costly grammars delays only
     itself. The cache is bounded by the results' expected memory, for each tenant and for all. If a
     bound is exceeded, the tenant with the most memory loses its oldest result; results unused for a

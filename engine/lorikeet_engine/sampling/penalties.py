@@ -77,9 +77,10 @@ class Penalties:
     def change(self, logits: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         """Copy some rows of logits, and apply penalties and biases to the copies.
 
-        See kernels.penalties.
+        Returns the copies, [n, vocab] float32.
 
-        rows [n] int64: indices of the rows.
+        logits [all rows, vocab]: stay as they are.
+        rows [n] int64: indices of the rows to copy.
         slots [n] int64: slot of each row's sequence.
         """
         if self._new:

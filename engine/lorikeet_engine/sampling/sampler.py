@@ -82,10 +82,11 @@ class Sampler:
 
 
 def _by_depth(rows: Sequence[SamplingRow]) -> list[dict[int, int]]:
-    """Return the slots of Penalties by row, for rows that have one, in the order of sampling.
+    """Group the rows with penalties or biases so that each group is sampled after the one before.
 
-    Rows behind a drafted token come after the row that must sample it: its token counts for their
-    penalties.
+    A row behind a drafted token is in a later group than the row that must sample this token, since
+    the token counts for the later row's penalties. Returns the groups, each as {index of the row:
+    index of its slot in Penalties}.
     """
     depths, depth = list[dict[int, int]](), 0
     for i, row in enumerate(rows):

@@ -69,7 +69,8 @@ class AdapterProvider(Protocol):
 class Admission:
     """Admission of waiting sequences to one step.
 
-    Call `prepare` for the sequences in fair order.
+    Call `prepare` for the sequences in fair order: those of the tenant that has got the least
+    service first.
 
     running: sequences that run already, with their adapters' leases.
     max_adapters: limit on the number of distinct adapters in the step.
@@ -77,10 +78,11 @@ class Admission:
         exceed it.
     cache: tells whether another sequence is about to compute the same prefix.
     adapters: leases adapters.
-    failed: by digest, the errors of adapters that could not be loaded.
+    failed: by digest, the errors of adapters that could not be loaded; `prepare` adds them.
     reserved_for: sequence that must begin before any other sequence with an adapter does; None if
         there is no such sequence.
-    lacks_room: whether a sequence in the foreground must wait because of other adapters.
+    lacks_room: whether `prepare` has refused a foreground sequence because other adapters use up
+        the step's limits or the GPU's adapter memory.
     """
 
     def __init__(

@@ -130,7 +130,7 @@ class Deadlines:
     def _not_ready(self, request: Request, waited_s: float | None) -> AdapterNotReady | None:
         """Return the error of a request whose adapter is not on the GPU; None if it is there.
 
-        waited_s: seconds that the request has waited, for the message.
+        waited_s: seconds that the request has waited, for the message; must not be None.
         """
         assert request.adapter is not None
         assert waited_s is not None

@@ -67,7 +67,10 @@ class _Draft(NamedTuple):
 
 
 class DraftBudget:
-    """Choice of drafts by each sequence's acceptance so far and the costs of steps.
+    """Decides how many drafted tokens each sequence gets in a step (speculative decoding).
+
+    The decision depends on how often the sequence's predictions came true so far, and on the
+    predicted time of steps.
 
     answers: recent answers of adapters, in which drafts are found.
     """
@@ -79,12 +82,13 @@ class DraftBudget:
         goal_s: float | None = None,
         pieces: ForcedPieces | None = None,
     ) -> None:
-        """Take what predicts and what bounds the time of steps.
+        """Start without answers.
 
+        costs: predicts the time of steps.
         sizes: numbers of tokens to which small steps are padded, ascending; empty without padding.
         goal_s: longest time that a step with decodes may take; None: no goal.
-        pieces: steps with several tokens of a sequence, if they are not small steps; None: they
-            are.
+        pieces: sizes and limits of steps with drafts, if these run as several CUDA graphs; None:
+            they are padded like all small steps.
         """
         self._costs, self._sizes, self._pieces = costs, sizes, pieces
         self._longest_s = math.inf if goal_s is None else goal_s
@@ -129,11 +133,14 @@ class DraftBudget:
     def _best(
         self, tokens: list[tuple[float, _Draft]], decodes: list[Sequence], *, together: bool
     ) -> dict[Sequence, int]:
-        """Return the number of drafted tokens of each sequence with which most tokens are expected;
-        {} if that is not enough more than without drafts.
+        """Return the number of drafted tokens of each sequence that yields most tokens a second.
+
+        Returns {} if drafts are not expected to yield _LEAST_GAIN times the tokens a second that
+        steps without drafts yield.
 
         tokens: drafted tokens in the order in which they are taken, each as the probability that it
             is accepted and its draft.
+        decodes: all sequences that decode in the step, with or without a draft.
         together: whether all sequences must have a draft, so that none computes in the next step.
         """
         count = sum(sequence.decode_tokens for sequence in decodes)

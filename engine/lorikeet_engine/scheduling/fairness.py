@@ -60,11 +60,11 @@ class VirtualCounter:
 
     @property
     def place(self) -> tuple[bool, float]:
-        """Place in the order of waiting tenants: the smallest is served next."""
+        """Place among waiting tenants, (background, value): the smallest is served next."""
         return self.background, self.value
 
     def charge(self, cost: float) -> None:
-        """Add the cost of work done for the tenant."""
+        """Add the cost of work done for the tenant, divided by its weight, to `value`."""
         self.value += cost / self.weight
 
 
@@ -115,6 +115,8 @@ def prompt_cost(costs: StepCosts, begin: int, end: int) -> float:
 
     The unit is the cost of a prompt token without attention. The cost is 0 if `end` is not after
     `begin`.
+
+    costs: predicts the time of steps, from which the cost is computed.
     """
     tokens = max(0, end - begin)
     seen = seen_tokens(tokens, begin)
@@ -184,7 +186,10 @@ class VirtualCounters:
         return min(values, default=last.value if last else 0.0)
 
     def next_place(self) -> tuple[bool, float]:
-        """Return the place of the tenant that is served next, as far as it is known."""
+        """Return VirtualCounter.place of the waiting tenant that is served next.
+
+        If no tenant waits, return the smallest place that a tenant that begins to wait can have.
+        """
         background = bool(self._waiting) and all(c.background for c in self._waiting)
         return background, self.level(background=background)
 

@@ -41,8 +41,9 @@ class ForcedPieces(NamedTuple):
 
 
 class ForcedBudget:
-    """Limit on the forced tokens (see the module) that each step of one engine may compute.
+    """Limit on the forced tokens that each step of one engine may compute.
 
+    A forced token is the only one that the grammar allows: it is computed without being sampled.
     Only for the engine's thread.
 
     Time allowed for forced tokens that a step does not use is saved for later steps.
@@ -62,7 +63,8 @@ class ForcedBudget:
         most: number of tokens that a step can compute in addition to one for each running sequence.
         costs: predicts the time of steps.
         sizes: numbers of tokens to which small steps are padded, ascending; empty without padding.
-        pieces: steps with forced tokens, if they are not small steps; None: they are.
+        pieces: sizes and limits of steps with forced tokens, if these run as several CUDA graphs;
+            None: they are padded like all small steps.
         """
         self._most, self._costs, self._sizes = min(_MOST, most), costs, sizes
         self._in_pieces = pieces is not None
@@ -109,9 +111,9 @@ class ForcedBudget:
         return rows[first:] + rows[:first]
 
     def _sizes_worth_paying(self) -> range | list[int]:
-        """Return the numbers of forced tokens for which a step is not padded, ascending.
+        """Return the numbers of forced tokens that fill the next step to a padded size, ascending.
 
-        With each of them, the step has exactly one of the sizes to which steps are padded.
+        Without padding, these are all numbers up to the limit.
         """
         if not self._forced_sizes:
             return range(1, self._most + 1)

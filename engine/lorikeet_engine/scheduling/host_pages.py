@@ -42,8 +42,10 @@ class HostPageCounts:
 class CachedPage(NamedTuple):
     """Page as the prefix cache knows it.
 
-    group: index of the group of layers that the page belongs to.
+    group: index of the group of layers whose keys and values the page holds.
+    key: hash of all tokens up to the page's end, by which the prefix cache finds the page.
     adapter: digest of the adapter under which the page was computed; None for the base model.
+    tenant: tenant for whom the page was computed.
     """
 
     group: int
@@ -53,7 +55,11 @@ class CachedPage(NamedTuple):
 
 
 class PageCopy(NamedTuple):
-    """Copy of a page between its slot on the host and its place on the GPU."""
+    """Copy of a page between host and GPU.
+
+    slot: index of the page's slot in host memory.
+    page: index of the page on the GPU.
+    """
 
     slot: int
     page: int
@@ -64,9 +70,11 @@ class Fetch:
     """Pages of one prefix on their way to the GPU. Sequences with this prefix wait until it is
     over.
 
-    arriving: pages that are copied, by their slots.
-    copies: copies of these pages.
-    kept: for each group of layers, all pages of the prefix on the GPU, which the fetch references.
+    arriving: pages that are copied, by their slots in host memory.
+    copies: for each of these pages, its slot and the page on the GPU that it is copied to.
+    kept: for each group of layers, all pages of the prefix on the GPU, with those that are copied;
+        the fetch holds a reference to each, so that none is evicted.
+    over: whether the fetch has ended.
     """
 
     arriving: dict[int, CachedPage]
@@ -77,6 +85,8 @@ class Fetch:
 
 class HostPages:
     """Slots of host memory for KV pages. For the engine's thread only.
+
+    Plans copies; execution/page_copies.py makes them.
 
     pages_of: for each group of layers, the slots of stored pages by key.
     to_store: slot → page on the GPU, of pages to copy before the next step writes to them.
@@ -122,10 +132,11 @@ class HostPages:
     def store(self, cached: CachedPage, page: int) -> None:
         """Plan to copy a page that leaves the GPU to the host, unless the host has it.
 
-        Do nothing if the page's slot would have to be another's that is needed more, or if no more
+        Do nothing if no slot is free and no page on the host may be replaced now, or if no more
         pages can be copied before the next step.
 
-        page: the page on the GPU.
+        cached: the page's key, group, adapter and tenant.
+        page: index of the page on the GPU.
         """
         slot = self.pages_of[cached.group].get(cached.key)
         if slot is not None:
@@ -157,7 +168,10 @@ class HostPages:
         return fetch_s < self._costs.prompts_s(tokens, seen_tokens(tokens, depth))
 
     def hold(self, slots: Iterable[int]) -> dict[int, CachedPage]:
-        """Keep slots as they are until `drop_holds`; return the pages in them."""
+        """Keep pages in their slots while they are copied to the GPU, until `drop_holds`.
+
+        Returns the page in each of these slots.
+        """
         held = {slot: self._pages[slot] for slot in slots}
         for slot in held:
             self._holds[slot] += 1

@@ -46,6 +46,8 @@ list.
 class PageKeys:
     """Keys by which the full pages of a prompt are found in the cache; hashed once for all choices.
 
+    The salt is a tenant's text that keeps its cached pages apart from other tenants' pages.
+
     key 0 = H(H(salt), tokens of page 0); key i = H(key i−1, tokens of page i). On the first page
     with a token that an adapter changes, H(key i−1, adapter digest, position of that token) takes
     the place of key i−1. Equal keys therefore mean equal tokens from the start, which one adapter
@@ -109,21 +111,27 @@ class PageKeys:
 
 
 class StateSave(NamedTuple):
-    """State to save, into `slot`: the state behind the first `tokens` tokens of a step's chunk."""
+    """State of delta nets (linear attention) that a step copies to a slot of the cache.
+
+    tokens: the state is the one behind so many first tokens of the step's chunk.
+    slot: slot of the cache that receives the copy.
+    """
 
     tokens: int
     slot: int
 
 
 class StateUse(NamedTuple):
-    """Use that a step makes of a sequence's state.
+    """Use that a step makes of a sequence's state of delta nets (linear attention).
 
     slot: slot of the state, which the step updates.
-    restore: slot of a cached state to copy into `slot` before the step; None: nothing is copied.
+    restore: slot of the state to copy into `slot` before the step: a cached state or, after a
+        rejected drafted token, the backup; None: nothing is copied.
     saves: states to copy to the cache during the step.
     copy: slot of the cache into which the state in `slot` is copied before the step; None: nothing
         is copied.
-    backup: slot like `copy`, to which the state goes back if a drafted token is rejected.
+    backup: slot into which the state in `slot` is copied before a step with drafted tokens. If one
+        of these is rejected, a later step begins with this copy. None without drafted tokens.
     """
 
     slot: int
@@ -135,6 +143,9 @@ class StateUse(NamedTuple):
 
 class SequencePages:
     """KV pages of one sequence, and the number of tokens written to them.
+
+    A group of layers has its keys and values in the same pages. The state is that of delta nets
+    (linear attention).
 
     pages: for each group of layers, the sequence's pages in the order of tokens; an empty list if
         the sequence has no pages.
@@ -158,7 +169,8 @@ class SequencePages:
         state replaces; 0: there is none.
     restore: slot of the cached state with which the sequence's first step begins; None if there is
         none, or once that step is planned.
-    backup: slot for the state before a step with drafted tokens; None without such a step.
+    backup: slot with a copy of the state before the last step with drafted tokens, while a token of
+        that step may still be rejected or its tokens are to be computed again; else None.
     rolled_back: whether the next step begins with the state in `backup`.
     tokens: tokens that the host knows, at first the prompt; new ones are only appended.
     tenant: tenant for whom the tokens are computed.
@@ -236,7 +248,9 @@ class SequencePages:
 
     @property
     def tokens_of_host(self) -> int:
-        """Number of first tokens computed or cached that were cached only on the host before."""
+        """Number of first tokens whose pages were fetched from the host, for a sequence that begins
+        now: tokens that its steps compute would be counted, too.
+        """
         return 0 if self.fetch is None else max(0, self.computed - self.cached_before)
 
     def keys(self, pages: int) -> list[bytes]:
@@ -327,7 +341,8 @@ class KVCache(PagePool):
         possible.
 
         Groups with a window get the pages of the first window; `grow` adds the others later.
-        Returns False and gives no pages if too few are free.
+        Returns False and gives no pages if too few are free, or no slot for the state of delta
+        nets.
 
         spare: number of other sequences; one free page per group is left for each of them.
         """
@@ -510,9 +525,10 @@ class KVCache(PagePool):
         kv.first = kv.computed = kv.written = kv.announced = 0
 
     def back_up_state(self, kv: SequencePages) -> bool:
-        """Reserve a slot for the state before the next step, whose drafted tokens may be rejected.
+        """Reserve kv.backup, a slot for a copy of the sequence's state before the next step.
 
-        Returns False if no slot is free. A model without delta nets needs no slot.
+        The copy is needed if a drafted token of that step is rejected. Returns False if no slot is
+        free. A model without delta nets needs no slot.
         """
         if self.states is not None and kv.backup is None:
             kv.backup = self.states.take_to_save()
@@ -520,12 +536,16 @@ class KVCache(PagePool):
         return True
 
     def roll_back(self, kv: SequencePages, start: int) -> None:
-        """Have the next step compute again from token `start` on, with the state in the backup."""
+        """Have the sequence's next step compute its tokens again from token `start` on.
+
+        That step begins with the state in kv.backup, which was copied before the step whose drafted
+        token was rejected.
+        """
         assert kv.backup is not None, "a drafted token without a backup of the state"
         kv.rolled_back, kv.computed = True, start
 
     def drop_backup(self, kv: SequencePages) -> None:
-        """Release the backup of a sequence's state, if there is one."""
+        """Release kv.backup, the slot that `back_up_state` reserved, if there is one."""
         if self.states is not None and kv.backup is not None:
             self.states.release(kv.backup)
         kv.backup, kv.rolled_back = None, False
@@ -655,8 +675,9 @@ class KVCache(PagePool):
         kv.save_at = tuple(count * self.page_size for count in pages if count > hit)
 
     def _take_restore(self, kv: SequencePages) -> int | None:
-        """Return and clear kv.restore; the sequence no longer protects that cached state from
-        eviction.
+        """Return kv.restore, the slot of the cached state with which the sequence begins; clear it.
+
+        The sequence no longer protects that cached state from eviction.
         """
         slot, kv.restore = kv.restore, None
         if slot is not None and self.states is not None:
@@ -732,7 +753,11 @@ class KVCache(PagePool):
         self.release([page for page in from_end if page is not None][::-1])
 
     def _unwritten_for(self, kv: SequencePages) -> Mapping[bytes, int]:
-        """Return the keys of the pages that a sequence may wait for."""
+        """Return the keys of the pages that other sequences are about to write, and for which this
+        one may wait; the value of a key is the number of those sequences.
+
+        A sequence in the foreground may wait only for pages of sequences in the foreground.
+        """
         if kv.background:
             return ChainMap(*self._unwritten.values())
         return self._unwritten[False]

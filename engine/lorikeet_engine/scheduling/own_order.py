@@ -88,7 +88,8 @@ def own_order(
 ) -> Iterator[Turn]:
     """Yield a turn for each of a tenant's sequences, once. Blocked sequences are left out.
 
-    counter: the tenant's counter; its `overtaking` decides between the oldest and the shortest.
+    counter: the tenant's counter. While its `overtaking` covers the next chunk of the sequence with
+        the least work, that sequence gets the turn, else the oldest.
     prefilling: running sequences that do not decode, in the order of arrival.
     waiting: waiting sequences; None if there are none.
     is_blocked: returns whether to leave a sequence out.
@@ -101,7 +102,10 @@ def own_order(
         by_cost = merge(by_cost, waiting.by_cost, key=_cost_key)
 
     def following(kept: Sequence | None, rest: Iterable[Sequence]) -> Sequence | None:
-        """Return `kept` if it may still get a turn, else the next sequence in `rest` that may."""
+        """Return `kept` if it may still get a turn, else the next sequence in `rest` that may.
+
+        kept: oldest or shortest sequence before the last turn; None at first.
+        """
         if kept is not None and kept not in served and not is_blocked(kept):
             return kept
         return next((s for s in rest if s not in served and not is_blocked(s)), None)

@@ -41,7 +41,7 @@ class PageNeeds:
         return -(-tokens // self.page_size)
 
     def first(self, token: int) -> int:
-        """Return the index of the first page that a token or its successors attend to.
+        """Return the index of the first page that a token or any later token attends to.
 
         Only for groups of layers with a window; the other groups attend to all pages.
 

@@ -27,12 +27,12 @@ _TIMES_AS_MUCH = 2.0
 def may_begin(active: list[Sequence], max_running: int, place: tuple[bool, float]) -> bool:
     """Whether any waiting sequence has a chance to begin in the next step.
 
-    True if a slot is free, or if a running sequence's tenant is ahead of the waiting tenant that is
-    served next.
+    True if a slot is free, or if a running sequence's tenant has got more service than the waiting
+    tenant that is served next.
 
     active: running sequences that still compute tokens.
     max_running: number of slots for running sequences.
-    place: VirtualCounter.place of the waiting tenant that is served next.
+    place: the waiting tenant's place in the order of service, (background, virtual counter).
     """
     return len(active) < max_running or any(
         sequence.cost.counter.place > place for sequence in active
@@ -44,7 +44,10 @@ def sequences_to_preempt(
 ) -> list[Sequence]:
     """Return the running sequences to preempt for a waiting sequence.
 
-    Returns [] if too few sequences may be preempted under preemption.py's two conditions.
+    A sequence may be preempted if its tenant has got more service than the waiting sequence's
+    tenant, and holds more than twice the slots or pages, by weight, that the latter would hold with
+    this sequence. The second condition does not protect background sequences from foreground ones.
+    Returns [] if too few sequences may be preempted.
 
     waiting: sequence that lacks a slot or KV pages; None if there is none.
     active: running sequences that still compute tokens.
@@ -66,8 +69,8 @@ def sequences_to_preempt(
 def furthest_ahead_last(sequence: Sequence) -> tuple[tuple[bool, float], int]:
     """Return a running sequence's sort key.
 
-    Sequences of the tenant with the largest VirtualCounter.place come last, and among these the
-    youngest comes last.
+    Sequences in the background come last, then those of the tenant that has got the most service;
+    among the sequences of a tenant, the youngest comes last.
     """
     return sequence.cost.counter.place, sequence.arrival
 
@@ -84,8 +87,8 @@ def _giving_way(
     Returns None if the sequences that may be preempted hold fewer than `lacking`.
 
     active: running sequences that still compute tokens.
-    wanted: slots or pages that the waiting sequence needs.
-    lacking: slots or pages to free.
+    wanted: number of slots or pages that the waiting sequence needs in all.
+    lacking: how many of them must be freed; 0 or less: none.
     holds: returns the slots or pages that a sequence holds.
     """
     own, held = waiting.cost.counter, Counter[VirtualCounter]()

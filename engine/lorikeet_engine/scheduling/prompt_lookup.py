@@ -30,8 +30,9 @@ class PromptLookup:
     """Prediction of one sequence's next tokens by the tokens that followed its last ones before.
 
     While predictions come true, the lookup follows the occurrence that it has found. Every token of
-    the sequence is compared with its prediction, drafted or not, so the acceptance is known before
-    the first draft. It begins with that of the adapter's last answers.
+    the sequence is compared with its prediction, drafted or not, so the acceptance (the share of
+    predictions that come true) is known before the first draft. The acceptance begins with that of
+    the adapter's last answers.
 
     source: text in which the latest prediction was found.
     """
@@ -99,7 +100,12 @@ class PromptLookup:
         return predicted
 
     def end(self, answers: AdapterAnswers) -> None:
-        """Include the acceptance of the sequence, which has ended, in its adapter's."""
+        """Include the acceptance of the sequence's predictions in its adapter's mean.
+
+        Call it when the sequence has ended.
+
+        answers: recent answers to the same tenant with the same adapter.
+        """
         for source, acceptance in self._acceptance.items():
             answers.record(source, acceptance)
 

@@ -41,9 +41,10 @@ Key = tuple[str, str, str | None]
 class AdapterAnswers:
     """Recent answers to one tenant with one adapter.
 
-    tokens: answers, the latest last, each with LEAD prompt tokens before and END behind; never
-        changed in place.
-    acceptance: share of predicted tokens that came true in the last answers, by source.
+    tokens: answers, the latest last, each behind its prompt's last LEAD (3) tokens and before END
+        (-1); never changed in place.
+    acceptance: share of predicted tokens that came true, 0 to 1, by the source of the predictions:
+        a moving average over the answers.
     used_s: time of the last use, by the monotonic clock.
     """
 
@@ -60,7 +61,9 @@ class AdapterAnswers:
         return _ENTRY_BYTES + _TOKEN_BYTES * len(self.tokens)
 
     def add(self, lead: Sequence[int], answer: Sequence[int]) -> None:
-        """Append an answer; drop the oldest tokens beyond the bound.
+        """Append an answer; drop the oldest tokens beyond _ADAPTER_TOKENS (8192).
+
+        Answers of fewer than 4 tokens are not kept.
 
         lead: last tokens of the answer's prompt.
         """
@@ -69,7 +72,11 @@ class AdapterAnswers:
             self.tokens = np.concatenate([self.tokens, added])[-_ADAPTER_TOKENS:].copy()
 
     def record(self, source: DraftSource, acceptance: float) -> None:
-        """Include the acceptance of an answer's predictions in the mean."""
+        """Include the share of an answer's predicted tokens that came true in `acceptance`.
+
+        source: source of these predictions.
+        acceptance: the share, 0 to 1.
+        """
         self.acceptance[source] += _NEWEST * (acceptance - self.acceptance[source])
 
 
@@ -87,7 +94,10 @@ class RecentAnswers:
         self._kept: dict[Key, AdapterAnswers] = {}  # the last used last
 
     def of(self, key: Key) -> AdapterAnswers:
-        """Return the answers of a tenant's adapter, at first none."""
+        """Return the recent answers of a tenant's adapter, at first none; counts as a use.
+
+        key: tenant, salt and adapter digest.
+        """
         answers = self._kept.pop(key, None)
         if answers is None:
             answers = AdapterAnswers()
@@ -100,7 +110,8 @@ class RecentAnswers:
     def add(self, key: Key, lead: Sequence[int], answer: Sequence[int]) -> AdapterAnswers:
         """Append an answer to the answers of a tenant's adapter; return them.
 
-        lead: last tokens of the answer's prompt.
+        key: tenant, salt and adapter digest.
+        lead: the answer's prompt, of which only the last LEAD (3) tokens are kept.
         """
         answers = self.of(key)
         self.nbytes -= answers.nbytes

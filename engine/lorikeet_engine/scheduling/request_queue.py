@@ -40,8 +40,8 @@ class InputProcessor:
         thread, which hashes the prompts; another thread compiles the grammar.
 
         Raises InvalidRequest for a prompt that fills the context, for token ids out of range and
-        for made tokens that leave none to sample, and EngineOverloaded if too many grammars of the
-        tenant are in use or wait to be compiled.
+        for output tokens of another engine (Request.made) that leave none to sample. Raises
+        EngineOverloaded if too many grammars of the tenant are in use or wait to be compiled.
         """
         self._check(request)
         sampling = request.sampling

@@ -75,9 +75,9 @@ class StepPlan:
 class Throughput:
     """Running means of an engine's throughput under load, and of the length of answers.
 
-    Work is measured in the cost units of fairness.py. The throughput is the mean over the time in
-    which the engine was saturated; until there was such time, it is predicted from full batches of
-    decodes.
+    The unit of work is the cost of a prompt token without attention (fairness.py). The throughput
+    is the mean over the time in which the engine was saturated, recent time counting most; until
+    there was such time, it is predicted from full batches of decodes.
 
     saturated: whether foreground sequences wait only because the last planned step has no capacity
         left.
@@ -93,13 +93,15 @@ class Throughput:
 
     @property
     def cost_per_s(self) -> float:
-        """Work that a saturated engine does per second, in the cost units of fairness.py."""
+        """Work that a saturated engine does per second; the unit is the cost of a prompt token
+        without attention.
+        """
         return self._cost / self._s
 
     def add(self, cost: float) -> None:
         """Record work that the device is given.
 
-        cost: in the cost units of fairness.py.
+        cost: the work; the unit is the cost of a prompt token without attention.
         """
         self._step_cost += cost
 
@@ -201,7 +203,8 @@ class Scheduler:
     def wait_s(self, params: SchedulingParams) -> float:
         """Estimate the seconds that a new request with these parameters would wait to begin.
 
-        The estimate is 0 unless the engine is saturated. Any thread may call this.
+        The estimate is 0 unless the engine is saturated: unless foreground sequences wait only
+        because the last planned step has no capacity left. Any thread may call this.
         """
         if not self._throughput.saturated:
             return 0.0
@@ -244,7 +247,7 @@ class Scheduler:
 
         chunks: chunks in the order of the batch.
         forced: by row of the step's logits, the tokens that the grammar requires after the token
-            sampled from the row. Those behind drafted tokens come with `verified`.
+            sampled from the row. For chunks with drafted tokens, they are passed to `verified`.
         """
         row = tokens = 0
         for chunk in chunks:
@@ -327,8 +330,10 @@ class Scheduler:
         return waiting + running
 
     def _preempt_for_waiting(self, active: list[Sequence]) -> None:
-        """Free what the last plan lacked for waiting sequences: slots, KV pages, or the place of
-        adapters. Preempts running sequences.
+        """Preempt running sequences to free what waiting sequences lacked in the last plan.
+
+        That is a slot, KV pages or, if an adapter did not fit beside the others, the leases of the
+        adapters of background sequences.
 
         active: running sequences that still compute tokens; the preempted ones are removed.
         """
@@ -342,9 +347,11 @@ class Scheduler:
         self._short_of_memory, self._lacks_room = None, False
 
     def _background_giving_way(self, active: list[Sequence]) -> list[Sequence]:
-        """Return sequences in the background to preempt: all with adapters if a sequence in the
-        foreground lacks the place of an adapter, and so many that all in the foreground have slots
-        if one lacks a slot or KV pages.
+        """Return the running background sequences to preempt for waiting foreground sequences.
+
+        These are all with adapters, if an adapter of a waiting sequence did not fit beside the
+        others in the last plan; and so many that all waiting foreground sequences get slots, if one
+        of them lacked a slot or KV pages.
 
         active: running sequences that still compute tokens.
         """
@@ -368,7 +375,11 @@ class Scheduler:
             self._preempt(sequence)
 
     def _background_budget(self, active: list[Sequence], step_budget: StepBudget) -> int:
-        """Return the number of tokens in the background that the step may compute."""
+        """Return the number of tokens of background sequences that the step may compute.
+
+        active: running sequences that still compute tokens.
+        step_budget: limits these tokens if foreground sequences run.
+        """
         if not self._in_background:
             return self._limits.tokens
         foreground = [sequence for sequence in active if not sequence.background]
@@ -378,10 +389,10 @@ class Scheduler:
         return step_budget.background_tokens(rows)
 
     def _schedule_decodes(self, active: list[Sequence]) -> list[Chunk]:
-        """Return a chunk of each decoding sequence whose next token is known or pending, in the
-        background of as many as may decode.
+        """Return a chunk of each decoding sequence that awaits no verification of drafted tokens.
 
-        Preempt sequences if there are too few KV pages for all.
+        Background sequences beyond the step's limit on background tokens get none. Preempts
+        sequences if there are too few KV pages for all.
 
         active: running sequences that still compute tokens; the preempted ones are removed.
         """
@@ -405,8 +416,8 @@ class Scheduler:
     def _with_drafts(self, decodes: list[Chunk], active: list[Sequence]) -> list[Chunk]:
         """Add drafted tokens to the chunks of decodes, if that pays and takes nothing from others.
 
-        Where sequences await verification, the others make no drafts, so that all that draft do it
-        in the same steps.
+        While a sequence awaits the verification of its drafted tokens, no other gets any, so that
+        all sequences with drafts have them in the same step.
 
         active: running sequences that still compute tokens.
         """
@@ -580,9 +591,8 @@ class Scheduler:
     def _chunk_end(self, sequence: Sequence, end: int) -> int:
         """Return the number of first tokens of a sequence beyond which its next chunk may not go.
 
-        A chunk ends where an activated LoRA begins to change tokens, if it cannot be divided there
-        (divide_by_adapter): states pass from one token to the next, and scores of a prompt come
-        from one chunk.
+        A chunk ends where an activated LoRA begins to change tokens, if the chunk cannot be divided
+        there: in a model with states of delta nets, or for a prompt with prompt_logprobs.
 
         end: number of first tokens that have KV pages.
         """

@@ -65,7 +65,7 @@ class AdapterLease(Protocol):
 
     @property
     def slot(self) -> int:
-        """Index of the adapter's slot in the table of adapters on the GPU (LoraWeights)."""
+        """Index of the adapter in the tables of adapters on the GPU."""
 
     @property
     def rank(self) -> int:
@@ -89,7 +89,7 @@ class AdapterLease(Protocol):
 
     @property
     def composed(self) -> bool:
-        """Whether the slot is a composition's."""
+        """Whether the slot holds a composition: a weighted sum of several adapters."""
 
     def release(self) -> None:
         """Return the lease, so that the adapter may be evicted; a second call does nothing."""
@@ -138,7 +138,8 @@ class SequenceTimings:
     host_tokens: those of the cached tokens whose pages came from host memory.
     preemptions: number of times that the sequence was preempted.
     steps: number of steps that the sequence took part in.
-    drafts: numbers of drafted tokens by source; empty without any.
+    drafts: numbers of verified and of accepted drafted tokens, by the text in which they were
+        found; empty without any.
     member_tiers, members_loaded_s: like residency and loaded_s, for each adapter of a composition.
     """
 
@@ -213,8 +214,8 @@ class Sequence:
         forced tokens.
     awaits_verification: whether a step was launched that verifies drafted tokens, and the host has
         not read which of them are accepted. The sequence takes part in no step until then.
-    lookup: source of drafts; None before the first use.
-    drafted_from: text in which the draft was found that awaits verification.
+    lookup: predicts next tokens, for drafts; None before the first use.
+    drafted_from: kind of text in which the latest draft was found: the sequence or recent answers.
     kv: KV pages of the sequence.
     adapter: adapter that changes the sequence's tokens; None for the base model alone, also if the
         prompt does not have the invocation tokens of the request's activated LoRA.
@@ -306,22 +307,25 @@ class Sequence:
 
     @property
     def complete(self) -> bool:
-        """Whether all output tokens have been sampled, even if the host has not read the last."""
+        """Whether max_tokens output tokens have been sampled or forced, read by the host or not.
+
+        An end by a stop token is known only once the host has read the token.
+        """
         return self.length - self.prompt_length == self.max_tokens
 
     @property
     def background(self) -> bool:
-        """Whether all foreground sequences go before this one."""
+        """Whether the request is in the background: it gets only what foreground requests leave."""
         return self.request.scheduling.background
 
     @property
     def answers_key(self) -> Key:
-        """Key of the recent answers to the same tenant with the same adapter."""
+        """Tenant, salt and adapter digest: key of recent answers to like requests, for drafts."""
         adapter = None if self.adapter is None else self.adapter.digest
         return self.request.scheduling.tenant, self.request.salt, adapter
 
     def begin_lookup(self, answers: AdapterAnswers) -> PromptLookup:
-        """Create `lookup` from the tokens that the host knows, and return it.
+        """Create `lookup`, which predicts the sequence's next tokens for drafts, and return it.
 
         answers: recent answers to the same tenant with the same adapter.
         """
@@ -481,10 +485,10 @@ class Chunk(NamedTuple):
 
 
 class ScoredRows(NamedTuple):
-    """Prompt tokens `start` to `end` of one chunk; the logits of each score the prompt token after
-    it.
+    """Prompt tokens `start` to `end` (excluded) of one chunk, for prompt_logprobs.
 
-    A score is a log probability that prompt_logprobs asks for.
+    From the logits of each of these tokens, the log probability of the next prompt token is
+    computed: that token is scored.
     """
 
     sequence: Sequence

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class StateCounts:
-    """Counts of cached states since the engine's start.
+    """Counts of cached states of delta nets (linear attention) since the engine's start.
 
     restored: number of sequences that began with a cached state.
     saved: number of states that were cached.
@@ -26,7 +26,10 @@ class StateCounts:
 
 
 class StatePool:
-    """Pool of slots. Only the engine's thread calls it.
+    """Pool of slots for states of delta nets (linear attention). Only the engine's thread calls it.
+
+    A state stands for all tokens of a sequence so far. A cached state has the key of the KV page
+    whose last token it stands behind.
 
     A slot is free, owned (by a running sequence, or while a state is being copied into it), or it
     holds a cached state. `take` gives away free slots, and slots of cached states that nobody
@@ -61,7 +64,7 @@ class StatePool:
 
     @property
     def owned(self) -> int:
-        """Number of slots with an owner."""
+        """Number of slots of running sequences, and of states being copied to the cache."""
         return self.slots - len(self._free) - len(self._holds)
 
     @property
@@ -107,9 +110,10 @@ class StatePool:
         return slot
 
     def take_to_save(self) -> int | None:
-        """Give a slot as `take` does, to copy a state into before `publish` or `release`.
+        """Give a slot to copy a state into; evict the least recently used state if need be.
 
-        Returns None if sequences that begin may need all other slots.
+        End with `publish`, which makes the copy a cached state, or with `release`. Returns None if
+        sequences that begin may need all other slots.
         """
         if len(self._saving) >= self._most_saving:
             return None

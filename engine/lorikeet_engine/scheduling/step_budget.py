@@ -51,6 +51,7 @@ _SCORES = 2048
 class ExpectedStep(NamedTuple):
     """Expected time of a step with decodes, without the part that is learned from measured steps.
 
+    seconds: the expected time. StepBudget.record learns how much longer the step took.
     has_prompts: whether the step computes prompts in addition to the decodes.
     """
 
@@ -118,7 +119,9 @@ class StepBudget:
         return padded_s + self._costs.lora_token_s * tokens + seen_s
 
     def background_tokens(self, rows: int) -> int:
-        """Return how many tokens of sequences in the background a step may compute beside others.
+        """Return how many tokens of background sequences a step may compute beside foreground ones.
+
+        They may lengthen the step by 3%.
 
         rows: number of tokens that the foreground's decodes compute; 0 in a step of prompts alone.
         """
@@ -145,18 +148,22 @@ class StepBudget:
         return ExpectedStep(seconds, bool(prompts))
 
     def record(self, step_s: float, expected: ExpectedStep) -> None:
-        """Learn from a step that has run. A step without prompts tells the base time, and a step
-        with prompts the extra time of prompts, each as step_s less the seconds in `expected`.
+        """Learn from a step that has run: keep step_s less the seconds in `expected`.
+
+        Of a step without prompts, that is the base time of steps; of a step with prompts, the time
+        that prompts take beyond their expected time.
 
         step_s: time that the step took.
-        expected: result of `expected` for the step.
+        expected: what the method `expected` returned for the step.
         """
         learned_s = self._beside_s if expected.has_prompts else self._bases_s
         learned_s.append(step_s - expected.seconds)
 
     def _learned_from(self, decodes: list[Chunk]) -> float:
-        """Return the seconds that decodes take beyond the base time, for adapters, attention and
-        forced tokens.
+        """Return the seconds that decodes are predicted to take beyond the base time.
+
+        The base time is what record() learns; beyond it, decodes take time for adapters, attention
+        and forced tokens.
         """
         leases = (chunk.sequence.lease for chunk in decodes)
         ranks = sum({lease.slot: lease.rank for lease in leases if lease is not None}.values())
@@ -174,9 +181,9 @@ class PromptBudget:
     """Prompt tokens that one step may compute, limited by their number and by their time.
 
     tokens: prompt tokens that the step can still compute, whatever time they take.
-    multiple: a chunk that ends neither its prompt nor the part of the prompt before an adapter's
-        invocation ends at a multiple of this many tokens of the prompt, unless it would then be
-        empty.
+    multiple: a chunk ends at a multiple of this many tokens of its prompt. Exceptions: the prompt's
+        end, the place where an activated adapter begins to change tokens, and a chunk that would
+        be empty.
     scored: for prompt_logprobs, the prompt tokens of the chunks taken so far from whose logits the
         log probability of the next prompt token is computed.
     """

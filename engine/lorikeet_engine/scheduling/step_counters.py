@@ -18,7 +18,8 @@ class StepLaunch(NamedTuple):
     launched_s: time of the launch, by perf_counter.
     sequences: number of sequences in the step.
     adapters: number of distinct adapters in the step.
-    expected: expected time, for StepBudget.record; None without a StepBudget or without decodes.
+    expected: expected time, with which StepBudget.record compares the measured time; None without
+        decodes, without an inter-token goal, or if the step is not recorded.
     """
 
     launched_s: float
@@ -41,7 +42,8 @@ class StepCounters:
         adapter when the request came; None without an adapter.
     states: counts of cached states of delta nets.
     host_pages: counts of KV pages in host memory.
-    drafts: numbers of drafted tokens by source.
+    drafts: numbers of verified and of accepted drafted tokens, by the text in which they were
+        found.
     """
 
     def __init__(self) -> None:

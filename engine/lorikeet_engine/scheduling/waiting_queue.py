@@ -67,7 +67,7 @@ class WaitingQueue:
         is_blocked: Callable[[Sequence], bool],
         first: Sequence | None,
     ) -> "FairOrder":
-        """Return waiting and prefilling sequences in fair order.
+        """Return the turns of waiting and prefilling sequences in fair order.
 
         The queue must not change during the iteration.
 
@@ -84,10 +84,10 @@ class WaitingQueue:
         return FairOrder(own_orders, first)
 
     def skip_turn(self, counters: Iterable[VirtualCounter]) -> None:
-        """Remove tenants from the waiting tenants, since none of their sequences could be served in
-        this step.
+        """Count tenants as not waiting, since none of their sequences could be served in this step.
 
-        Otherwise their counters would lag behind and give them a credit for later.
+        Their sequences stay in the queue. If the tenants counted as waiting, their counters would
+        lag behind the others', and they would be served before all others later.
 
         counters: the tenants' counters.
         """
@@ -96,7 +96,8 @@ class WaitingQueue:
 
 
 class FairOrder:
-    """Iterator over sequences in fair order: the next is of the tenant with the smallest counter.
+    """Iterator over turns of sequences in fair order: the next is of the tenant with the smallest
+    counter.
 
     Counters may change during the iteration. Takes O(tenants) time at first, then O(log tenants)
     for each sequence.
@@ -131,7 +132,7 @@ class FairOrder:
 
 
 def prefilling_in_fair_order(prefilling: Iterable[Sequence]) -> FairOrder:
-    """Return prefilling sequences in fair order.
+    """Return the turns of prefilling sequences in fair order.
 
     prefilling: running sequences that do not decode, each tenant's in the order of arrival.
     """

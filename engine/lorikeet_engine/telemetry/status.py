@@ -180,7 +180,8 @@ class EngineStatus:
     prompt_tokens: number of prompt tokens of the choices that have begun.
     cached_tokens: number of these prompt tokens that were in the KV cache.
     output_tokens: number of tokens delivered to requests.
-    drafts: numbers of drafted tokens by source (speculative decoding).
+    drafts: numbers of verified and of accepted drafted tokens (speculative decoding), by the text
+        in which they were found.
     step_s: seconds from a step's launch to the reading of its tokens. If the previous step was read
         after the launch, the time starts when that step was read.
     step_sequences: numbers of sequences in a step.

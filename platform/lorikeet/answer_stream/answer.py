@@ -66,10 +66,10 @@ class Answer:
 
     Constructor arguments:
     prompts: token ids of each prompt.
-    syntax: the model's syntax for tool calls; None if no tools may be called. With HARMONY, all of
-        a chat's answer is in messages.
+    syntax: the model's syntax for tool calls; None if no tools may be called. With HARMONY
+        (gpt-oss), all of a chat's answer is in messages, which mark thinking, text and calls.
     thinking: whether the model's thinking may come before its answer, or has begun in the prompt.
-    echoes: the prompts in the forms in which the answer repeats them.
+    echoes: texts and token ids of the prompts, as far as the client wants them in the answer.
     checked: the finished answer is to be checked against JSON schemas.
     tags: the model's tags of thinking.
     """
@@ -285,7 +285,7 @@ def event_stream(
     """Return the event stream of a streamed call, in the shape of the called API.
 
     progress: the growing answer, for usage and stop strings.
-    echoes: the prompts in the forms in which the answer repeats them.
+    echoes: texts and token ids of the prompts, as far as the client wants them in the answer.
     """
     match call.endpoint:
         case Endpoint.RESPONSES:

@@ -65,8 +65,9 @@ class AnswerSender:
         self.ended: asyncio.Future[None] = self._event_loop.create_future()
 
     def replay(self, output: Tokens) -> None:
-        """Convert an output of a lost replica, before `begin`, without sending its items: the
-        client has them.
+        """Convert an output of another, lost replica, whose items the client has; send nothing.
+
+        Call it for all these outputs before `begin`, so that the answer goes on behind them.
         """
         self._counter.add(output)
         self._answer.take((output,))
@@ -76,6 +77,8 @@ class AnswerSender:
     def begin(self, header: AnswerHeader) -> None:
         """Send the answer's first header, then the items from outputs that arrived before this
         call.
+
+        header: tells the gateway that this replica has taken the call.
         """
         self._header = header
         self._stream.put(self._request_id, (header,))

@@ -57,7 +57,10 @@ class AnswerProgress(Protocol):
 
 
 class MessageEventStream:
-    """Server-sent events of one streamed message (Messages API), with EventStream's interface."""
+    """Server-sent events of one streamed message (Messages API).
+
+    Call `delta` for each delta of the answer, then `end` once, as with EventStream.
+    """
 
     def __init__(self, call: Call, progress: AnswerProgress) -> None:
         self._call, self._progress = call, progress

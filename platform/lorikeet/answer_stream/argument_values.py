@@ -30,7 +30,7 @@ def argument_value(text: str, types: frozenset[str]) -> Any:
     be a string, Python's literals, such as True, are values as well.
 
     text: the text that the model wrote.
-    types: the types that the argument may have.
+    types: the types that the argument may have, as `argument_types` returns them.
     """
     if types == STRING_ALONE:
         return text
@@ -56,9 +56,9 @@ def argument_types(parameters: Any, name: str) -> frozenset[str]:
 
 
 def schema_types(schema: Any, parameters: Any) -> frozenset[str]:
-    """Return the types that a schema allows, as `argument_types` names them.
+    """Return the types that a schema allows; JSON schema's `integer` is "number" here.
 
-    parameters: schema that `$ref` refers to.
+    parameters: schema of the function's arguments object, to which `$ref` refers.
     """
     return _Schemas(parameters).types(schema)
 
@@ -133,7 +133,7 @@ def _list(schema: Mapping[str, Any], keyword: str) -> list[Any]:
 
 
 def type_of(value: Any) -> str:
-    """Return the type of a JSON value, as `argument_types` names it."""
+    """Return the name of a JSON value's type; an integer is a "number"."""
     return _TYPE_NAMES.get(type(value), "string")
 
 

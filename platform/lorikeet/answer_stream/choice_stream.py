@@ -209,7 +209,7 @@ def open_choice(
     thinking: whether the model's thinking may come before the answer, or has begun in the
         prompt.
     stop: stop strings of the call.
-    echoes: the prompts in the forms in which the answer repeats them.
+    echoes: texts and token ids of the prompts, as far as the client wants them in the answer.
     tags: the model's tags of thinking.
     """
     shown: list[str] = []

@@ -47,7 +47,7 @@ _GAP = "\n\n"  # between the texts of two messages
 
 
 class Place(Enum):
-    """Place in a row of messages.
+    """Place in a text of Harmony, the format of gpt-oss: a row of messages with headers.
 
     BETWEEN: behind a message.
     HEADER: before a message's text.
@@ -68,7 +68,10 @@ class _Kind(Enum):
 
 
 def place_behind(prompt: Sequence[int], vocabulary: Vocabulary) -> Place:
-    """Return the place at which a prompt ends."""
+    """Return the place (between messages, in a header or a text) at which a prompt ends.
+
+    prompt: token ids.
+    """
     marks = _marks(vocabulary)
     for token in reversed(prompt):
         mark = marks.get(token)
@@ -83,10 +86,10 @@ class HarmonyChoice:
     """Converter of one choice's tokens into thinking, text and tool calls, with ChoiceStream's
     interface.
 
-    The texts of several messages of one kind are separated by an empty line, unless the stream
-    returns them in blocks of their own. A call's arguments are
-    returned while they are generated. Text without a header, as models write that were trained
-    without channels, is text of the answer.
+    The tokens are in Harmony, the format of gpt-oss: messages, each with a header. The texts of
+    several messages of one kind are separated by an empty line, unless the stream returns them in
+    blocks of their own. A call's arguments are returned while they are generated. Text without a
+    header, as models write that were trained without channels, is text of the answer.
 
     tokens: number of tokens received so far.
     stop_string: stop string that ended the choice; None if no stop string did.
@@ -215,7 +218,7 @@ class HarmonyChoice:
             self._has_role = "to=" in text
 
     def _begin_text(self) -> None:
-        """Take the tokens of the header for the beginning of the message's text."""
+        """Begin the message's text with the tokens so far, which have proved to be no header."""
         header = self._header
         self._open_body(_Kind.TEXT)
         for token, logprobs in header:
@@ -223,8 +226,9 @@ class HarmonyChoice:
                 self._add_to_body(token, logprobs)
 
     def _keep_header_text(self) -> None:
-        """Begin a text with the header's if the answer ends or goes on behind it, and it is no
-        header of a message.
+        """Turn the text of an unfinished header into a message's text unless it reads as a header.
+
+        Called where a message or the answer ends before its header is complete.
         """
         role, channel, named = self._header_text().partition(CHANNEL)
         if self._begins_with_start and not channel:
@@ -294,7 +298,10 @@ class HarmonyChoice:
         return self._body.stopped
 
     def _end(self, finish: Ending) -> None:
-        """End the choice as the engine says, which keeps the mark at its end to itself."""
+        """End the choice for the engine's reason, and close the message that is open.
+
+        The engine does not return the mark at the answer's end, since the mark is a stop token.
+        """
         if finish is Ending.LENGTH:
             if self._body is not None:
                 self._finish_body()
@@ -321,7 +328,11 @@ class HarmonyChoice:
         self._note_shown()
 
     def _gap(self) -> str:
-        """Return the text between the open message and an earlier one of its kind."""
+        """Return the text to put before the next text of the open message.
+
+        It is an empty line if this is the message's first text, follows an earlier message of its
+        kind, and does not begin a block of its own in the stream; else "".
+        """
         if not self._is_new or self._kind not in self._said:
             return ""
         opens_block = self._in_blocks and self._shown is not self._kind

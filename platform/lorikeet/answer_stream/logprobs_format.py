@@ -135,7 +135,10 @@ class LogprobsJson:
         return sum(map(len, shaped.values()))
 
     def before(self, later: "LogprobsJson") -> "LogprobsJson":
-        """Return a copy to which the entries of `later` are appended."""
+        """Return the log probabilities of this object followed by those of `later`.
+
+        Neither of the two is changed.
+        """
         joined = copy(self)
         joined._lists = {name: parts + later._lists[name] for name, parts in self._lists.items()}
         return joined

@@ -209,9 +209,12 @@ class EventStream:
         return b"".join((self._open, *event, b',"finish_reason":', reason, ids, b"}", close))
 
     def _with_prompt(self, choice: int, of_choice: bytes, close: bytes) -> tuple[bytes, bytes]:
-        """Add the prompt's token ids to `of_choice` or, for a chat, to `close`, unless the ids were
-        sent already; return both texts.
+        """Add the prompt's token ids to an event, unless they were sent already.
 
+        A chat has them once, beside its choices; a completion has them in each choice. Returns
+        `of_choice` and `close`, one of them with the ids.
+
+        choice: index of the choice that the event is about.
         of_choice: JSON members of the event's choice.
         close: JSON text that ends the event.
         """

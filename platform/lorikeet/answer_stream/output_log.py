@@ -15,7 +15,11 @@ _ENCODER = json.JSONEncoder(separators=(",", ":"), check_circular=False)
 
 
 def logged(output: Tokens) -> bytes:
-    """Return an output's record, a line of JSON of about 25 bytes; a log is any number of lines."""
+    """Return a record of one output of the engine: a line of JSON of about 25 bytes.
+
+    The records of an answer's outputs are its log, from which another replica goes on with the
+    answer if this one is lost.
+    """
     finish = None if output.finish is None else output.finish.value
     cached = None if output.timings is None else output.timings.cached_tokens
     logprobs = [(each.logprob, each.top) for each in output.logprobs]
@@ -24,7 +28,12 @@ def logged(output: Tokens) -> bytes:
 
 
 def outputs_of(log: bytes | bytearray, request_id: str) -> Iterator[Tokens]:
-    """Yield a log's outputs, with a request's id. Their timings have only the cached tokens."""
+    """Yield the engine's outputs that are recorded in a log, the lines that `logged` made.
+
+    Of an output's timings, only the number of cached tokens is recorded.
+
+    request_id: id that the outputs get, since the log has none.
+    """
     for line in log.splitlines():
         choice, token_ids, finish, cached, logprobs = json.loads(line)
         yield Tokens(
@@ -38,5 +47,5 @@ def outputs_of(log: bytes | bytearray, request_id: str) -> Iterator[Tokens]:
 
 
 def tokens_in(log: bytes | bytearray) -> int:
-    """Return the number of tokens in a log."""
+    """Return the number of tokens of the outputs in a log, the lines that `logged` made."""
     return sum(len(output.token_ids) for output in outputs_of(log, ""))

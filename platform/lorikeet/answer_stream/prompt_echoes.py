@@ -12,7 +12,7 @@ _AT_ONCE = 4096  # ids encoded at once: a thread holds the GIL for 0.3 ms
 
 @dataclass(frozen=True, slots=True)
 class PromptEchoes:
-    """Prompts of one call, in the forms in which its answer repeats them.
+    """Texts and token ids of a call's prompts, as far as the client wants them in the answer.
 
     texts: text of each prompt, which the text of the prompt's choices begins with; () without
         `echo`.
@@ -27,7 +27,10 @@ NO_ECHOES = PromptEchoes()
 
 
 def prompt_echoes(call: EncodedCall) -> PromptEchoes:
-    """Return a call's prompts in the forms that its answer repeats. Slow for long prompts."""
+    """Return the prompts' texts with `echo`, and their token ids with `return_token_ids`.
+
+    Slow for long prompts.
+    """
     returned = call.prompts if call.call.return_token_ids else ()
     return PromptEchoes(call.echoed, tuple(map(_json, returned)))
 

@@ -15,7 +15,9 @@ from lorikeet.protocol.messages import Thinking
 class ThinkTags(NamedTuple):
     """Tags between which a model writes its thinking.
 
-    word: end of the opening tag, which is no part of its first token.
+    opens, closes: text of the opening and the closing tag.
+    word: last part of `opens` that is plain text behind the tag's special token, such as "thought"
+        in "<|channel>thought"; "" if the tag has no such part.
     """
 
     opens: str
@@ -44,6 +46,8 @@ def tags_of(templates: Iterable[str]) -> ThinkTags | None:
 def thinking_behind(prompt: str, tags: ThinkTags = THINK_TAGS) -> Thinking:
     """Return the state of the thinking at the end of a prompt.
 
+    It is BEGUN behind an opening tag, NEVER behind a closing tag, else POSSIBLE.
+
     prompt: text of the prompt's end.
     """
     end = prompt.rstrip()
@@ -53,9 +57,11 @@ def thinking_behind(prompt: str, tags: ThinkTags = THINK_TAGS) -> Thinking:
 
 
 def thinking_within(said: str, tags: ThinkTags = THINK_TAGS) -> Thinking:
-    """Return the state of the thinking after the given beginning of an answer.
+    """Return the state of the thinking after the beginning of an answer.
 
-    said: the beginning of the answer.
+    It is BEGUN if an opening tag is not closed, POSSIBLE if there is no text yet, else NEVER.
+
+    said: the beginning of the answer, which the client's call gives.
     """
     if said.rfind(tags.opens) > said.rfind(tags.closes):
         return Thinking.BEGUN

@@ -41,6 +41,9 @@ HAProxy, 0.26 ms behind Serve's own proxy.
 class ResponseStream:
     """Queue of unsent items of all answers from a replica to one gateway. For one event loop.
 
+    An item is a piece of an answer: bytes for the client, or an object for the gateway, such as
+    token counts.
+
     closed: True once the gateway no longer reads the stream.
     """
 
@@ -57,7 +60,8 @@ class ResponseStream:
     ) -> None:
         """Add new items of an answer, split into parts that fit a message.
 
-        log: outputs that the items were made of.
+        request_id: id of the attempt to answer the call.
+        log: record of the engine's outputs that the items were made of (output_log.py).
         ended: True if these are the answer's last items.
         """
         waiting = self._waiting.setdefault(request_id, [])
@@ -70,8 +74,9 @@ class ResponseStream:
         self._ready.set()
 
     async def take(self) -> list[DeltaGroup]:
-        """Wait for new items; return those that fit a message, or an empty list once the stream is
-        closed.
+        """Wait for new items; return those that fit a message, by answer.
+
+        Returns an empty list once the stream is closed and has no more items.
         """
         await self._ready.wait()
         groups, size = list[DeltaGroup](), 0
@@ -137,7 +142,7 @@ class ResponseStreams:
     async def to(self, gateway: str) -> ResponseStream:
         """Return the stream to a gateway; wait for a new gateway to open it.
 
-        Raises EngineClosed if the gateway does not open it in time.
+        Raises EngineClosed if the gateway does not open it within 5 s.
         """
         loop = asyncio.get_running_loop()
         due_s = loop.time() + _OPENING_S
@@ -181,7 +186,8 @@ class ResponseBuffer:
 
     Constructor arguments:
     interval_s: function that returns the minimum time between two deltas, in seconds.
-    log: to which the log of the received items is appended.
+    log: record of the engine's outputs, from which another replica can go on with the answer; grows
+        with the items.
     begun: whether the client has bytes of the answer.
     is_last: whether no further replica would get the call.
     """
@@ -209,8 +215,10 @@ class ResponseBuffer:
 
     @property
     def can_move(self) -> bool:
-        """Whether the answer is incomplete and another replica can go on with it, or begin it
-        anew.
+        """Whether another replica can go on with the answer, or begin it anew.
+
+        True while the client has no bytes of it; later, only with a log and if a further replica
+        may get the call. False once the answer is complete.
         """
         if self.ended:
             return False
@@ -221,7 +229,8 @@ class ResponseBuffer:
     ) -> None:
         """Add new items of the answer; wake `take` once the interval between deltas has passed.
 
-        log: outputs that the items were made of; None: further parts of the items follow.
+        log: record of the engine's outputs that the items were made of; None: further parts of the
+            items follow.
         ended: True if these are the answer's last items.
         """
         self._parts += items
@@ -282,7 +291,10 @@ class ResponseBuffers:
     ) -> Iterator[ResponseBuffer]:
         """Open the buffer of a call's answer until the context ends.
 
-        See ResponseBuffer for the parameters.
+        request_id: id of the attempt to answer the call.
+        log: gets the record of the engine's outputs that the received items were made of.
+        begun: whether the client has bytes of the answer.
+        is_last: whether no further replica would get the call.
         """
         buffer = ResponseBuffer(self._interval_s, log, begun=begun, is_last=is_last)
         self._open[request_id] = buffer
@@ -300,18 +312,31 @@ class ResponseBuffers:
                 buffer.put(items, log, ended=ended)
 
     def fail(self, replica: str, error: BaseException) -> None:
-        """Fail all answers that a replica has begun and not completed."""
+        """Fail all answers that a replica has begun and not completed.
+
+        error: raised by the buffers' `take`.
+        """
         for buffer in self._open.values():
             if buffer.replica == replica:
                 buffer.fail(error)
 
     def leave(self, replica: str, error: BaseException) -> int:
-        """Fail all answers that a replica has begun and that can move; return their number."""
+        """Fail all answers that a replica has begun and another replica can go on with (can_move).
+
+        Returns their number.
+
+        error: raised by the buffers' `take`.
+        """
         begun = [each for each, buffer in self._open.items() if buffer.replica == replica]
         return self.leave_calls(begun, error)
 
     def leave_calls(self, request_ids: Iterable[str], error: BaseException) -> int:
-        """Fail the answers of these calls that are open and can move; return their number."""
+        """Fail the open answers of these calls that another replica can go on with (can_move).
+
+        Returns their number. Calls that are closed are ignored.
+
+        error: raised by the buffers' `take`.
+        """
         found = [self._open[each] for each in request_ids if each in self._open]
         moving = [buffer for buffer in found if buffer.can_move]
         for buffer in moving:

@@ -182,7 +182,10 @@ _STATUS = {
 
 
 class ResponseEventStream:
-    """Server-sent events of one streamed response (Responses API), with EventStream's interface."""
+    """Server-sent events of one streamed response (Responses API).
+
+    Call `delta` for each delta of the answer, then `end` once, as with EventStream.
+    """
 
     def __init__(self, call: Call) -> None:
         self._call = call
@@ -371,7 +374,7 @@ def _event(kind: str, number: int, members: bytes) -> bytes:
 
 
 def _of_part(kind: str, members: bytes) -> ItemEvent:
-    """Return an event of an output item's only content part.
+    """Return an event about the one content part (index 0) of a message or reasoning item.
 
     kind: the event's type without its prefix `response.`.
     members: JSON members of the event besides the index of the part.

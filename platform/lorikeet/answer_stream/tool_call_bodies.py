@@ -18,7 +18,10 @@ _NAME = r"[\w.-]{1,128}"
 
 
 class BodyEnd(Protocol):
-    """Incremental finder of the end of a body of tool calls. Reads each character once."""
+    """Incremental finder of the end of a body of tool calls. Reads each character once.
+
+    A body is the text of calls behind the mark that opens them, if there is one.
+    """
 
     def find(self, text: str) -> int | None:
         """Return the number of new characters up to the end of the body; None if the body does not
@@ -83,7 +86,10 @@ class NamedEnd(JsonEnd):
 
 
 def body_begin(syntax: ToolSyntax) -> "regex.Pattern[str]":
-    """Return the pattern that the beginning of a body of tool calls must match."""
+    """Return the pattern that the beginning of a body of tool calls must match.
+
+    A body is the text of calls behind the mark that opens them, if there is one.
+    """
     match syntax.style:
         case CallStyle.JSON:
             return regex.compile(r"[{[]" if syntax.opens else r"\{")
@@ -98,7 +104,7 @@ def body_begin(syntax: ToolSyntax) -> "regex.Pattern[str]":
 
 
 def body_end(syntax: ToolSyntax) -> BodyEnd:
-    """Return a finder of the end of a body of tool calls.
+    """Return a finder of the end of a body of tool calls: their text behind the opening mark.
 
     In the JSON and NAMED styles a body ends before the closing mark. In other styles a body may
     hold several calls and includes the closing mark. A body ends early at text that cannot belong
@@ -122,6 +128,8 @@ def calls_of(
 ) -> list[FunctionCall]:
     """Return the tool calls that a body consists of. Raises ValueError if it has any other
     content.
+
+    body: text of calls behind the mark that opens them, up to the end that `body_end` finds.
 
     parameters: schema of the arguments object of each function, for values without a type of their
         own.

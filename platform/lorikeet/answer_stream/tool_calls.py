@@ -153,7 +153,7 @@ class ToolCallParser:
         return True
 
     def _look_at_text(self) -> bool:
-        """Emit all remaining characters as text."""
+        """Emit all remaining characters as text, since no tool call can follow any more."""
         self._emit_text(self._take_rest(len(self._rest)))
         return False
 

@@ -53,9 +53,13 @@ V = TypeVar("V")
 
 
 def apply_entries(state: CatalogState, entries: Iterable[Entry]) -> CatalogState:
-    """Return the state after these entries, the first of which is entry `state.seq` + 1.
+    """Return the catalog's state after these entries of its log.
 
-    Copies only the partitions that the entries change; the others are shared with `state`.
+    Copies only the partitions (parts of the state) that the entries change; the others are shared
+    with `state`.
+
+    state: the state before the entries.
+    entries: consecutive entries, the first of which has the number `state.seq` + 1.
     """
     seq, time = state.seq, state.time
     touching: dict[int, list[Entry]] = {}
@@ -84,7 +88,10 @@ def apply_changes(state: CatalogState, changes: Iterable[Change], time: float) -
 
 
 def apply_to_partition(partition: Partition, number: int, entries: Iterable[Entry]) -> Partition:
-    """Return partition `number` after applying all changes in these entries that affect it."""
+    """Return a partition after applying all changes in these log entries that affect it.
+
+    number: the partition's number.
+    """
     draft = _Draft(partition, number)
     for entry in entries:
         for change in entry.changes:
@@ -114,8 +121,9 @@ def _partitions_of(change: Change) -> Collection[int]:
 
 
 class _Draft:
-    """Mutable copy of a partition's tables. A tenant's table of adapters is copied once an entry
-    changes it.
+    """Mutable copy of the tables of a partition (a part of the catalog's state).
+
+    A tenant's table of adapters is copied only once a log entry changes it.
     """
 
     def __init__(self, partition: Partition, number: int) -> None:
@@ -245,7 +253,7 @@ class _Draft:
 def _apply_to_adapter(
     record: AdapterRecord, change: AnyAdapterChange, entry: Entry
 ) -> AdapterRecord:
-    """Return the adapter's record after `change`, which is one of the changes of `entry`."""
+    """Return the adapter's record after `change`, one of the changes of the log entry `entry`."""
     match change:
         case VersionRegistered():
             version = _version(change, entry.time)

@@ -73,12 +73,16 @@ def blob_key(digest: str) -> str:
 
 
 class AdapterCatalog:
-    """The catalog in one store. Thread-safe; other processes may write to the store too.
+    """The catalog in one store: tenants, keys, adapters and pins, as a log of changes.
 
-    Each operation refreshes `reader` first, and raises Conflict if other writers appended first in
-    every attempt, and StoreRefused if the store ignores conditional writes. The store is checked
-    before the first change, and again before changes ten minutes or more after a check.
+    Thread-safe; other processes may write to the store too.
 
+    Each operation refreshes `reader` first, and raises Conflict if other writers appended to the
+    log first in every attempt, and StoreRefused if the store ignores conditional writes. The store
+    is checked for these before the first change, and again before changes ten minutes or more after
+    a check.
+
+    reader: reads the log and keeps the newest state.
     clock: function that returns the time in Unix seconds.
     In every operation, actor: author that the log names, such as a key's id.
     """
@@ -115,6 +119,8 @@ class AdapterCatalog:
     ) -> TenantRecord:
         """Create a tenant.
 
+        options: rate limits, budgets, weight, and limits on adapters and pins (TenantOptions).
+
         Raises InvalidInput if its name or an option is not allowed, Conflict if the name is taken.
         """
         check_name(name, "tenant")
@@ -129,6 +135,9 @@ class AdapterCatalog:
 
         Adapters and pins beyond a new limit stay registered, but placement keeps only the pins that
         fit the budget.
+
+        options: rate limits, budgets, weight, and limits on adapters and pins (TenantOptions).
+
         Raises InvalidInput if an option is not allowed, UnknownTenant if there is no such tenant.
         """
         check_options(options)
@@ -149,7 +158,7 @@ class AdapterCatalog:
 
         tenant: owner of the key; None makes an admin's key.
         scopes: permissions of the key.
-        options: limits and other options of the key; see KeyOptions.
+        options: limits, priority, name, expiry and usable adapters of the key (KeyOptions).
 
         Raises InvalidInput if a scope or an option is not allowed, UnknownTenant if there is no
         such tenant.
@@ -174,6 +183,8 @@ class AdapterCatalog:
         self, key_id: str, *, actor: str, **options: Unpack[KeyLimitOptions]
     ) -> KeyRecord:
         """Change the given limits of a key.
+
+        options: rate limits and priority (KeyLimitOptions).
 
         Raises InvalidInput if a limit is not allowed, UnknownKey if there is no such key, and
         Conflict if the key is revoked.
@@ -228,16 +239,17 @@ class AdapterCatalog:
         """Upload a validated blob and make it the adapter's next version.
 
         Returns the existing version if the blob is already a usable version of this adapter with
-        the same request defaults. The first version becomes prod.
+        the same request defaults. The alias `prod` is pointed to an adapter's only usable version.
 
         blob: file with the validated bytes.
         facts: facts about the blob that validation has found.
         defaults: the version's own request defaults; None: the base model's.
         shared: open the adapter to every tenant; None keeps the present setting, which is False for
             a new adapter.
-        promote: point prod to the version.
+        promote: point the alias `prod` to the version.
         alias: alias to point to the version, unless `promote` is set.
-        since: number of the log entry that the caller's decision was based on; None: the newest.
+        since: number of the newest catalog entry that the caller knew when it decided to register;
+            None: the newest now.
 
         Raises InvalidInput for a name that is not allowed, UnknownTenant, and Conflict beyond the
         tenant's limits, or if the adapter was retired after `since`.
@@ -384,7 +396,7 @@ class AdapterCatalog:
         """Pin an adapter, or all adapters of a tenant, to a tier; replaces an earlier pin.
 
         name: adapter to pin; None pins all adapters of the tenant.
-        options: tier and other options of the pin; see PinOptions.
+        options: tier, replicas, priority, expiry and other options of the pin (PinOptions).
 
         Raises InvalidInput if an option is not allowed, UnknownModel, UnknownTenant, and Conflict
         beyond the tenant's budget.
