@@ -39,7 +39,10 @@ class KeptState(NamedTuple):
 
 
 class KeptView:
-    """File of the newest state of the catalog at `url`, shared by all gateways of a machine.
+    """Local file with the newest state of the catalog at `url`, for gateways that start while the
+    store is unreachable. All gateways of a machine share the file.
+
+    folder: folder of the file.
 
     Writes are atomic and the last one wins. If a slow gateway has overwritten a newer state, the
     next `confirm` of the newer state returns False.
@@ -67,7 +70,7 @@ class KeptView:
             part.unlink(missing_ok=True)
 
     def confirm(self, seq: int) -> bool:
-        """Record that entry `seq` is the store's newest. Raises OSError.
+        """Record that log entry `seq` is still the store's newest. Raises OSError.
 
         Returns False, and records nothing, if the file holds the state after another entry.
         """
@@ -93,7 +96,11 @@ class KeptView:
 
 
 def _to_record(partition: Partition | UnreadPartition) -> tuple[str | None, bytes]:
-    """Return the digest of a partition and the bytes to write for it."""
+    """Return how the file records a partition: a digest or None, and bytes.
+
+    A partition that was read: None and its own bytes. An unread one: the digest of its bytes in the
+    store, and the log entries that changed it since.
+    """
     if isinstance(partition, UnreadPartition):
         pending = partition.pending
         return partition.digest, object_to_json(pending) if pending else b""

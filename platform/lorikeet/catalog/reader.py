@@ -20,7 +20,10 @@ log.
 
 
 class CatalogReader(CatalogView):
-    """View that follows the catalog in a store. Empty until the first refresh. Thread-safe."""
+    """View of the catalog in a store, which `refresh` brings up to date. Thread-safe.
+
+    Empty until the first refresh.
+    """
 
     def __init__(self, store: ObjectStore) -> None:
         super().__init__(Snapshots(store))
@@ -33,9 +36,9 @@ class CatalogReader(CatalogView):
         self._failed_s = -math.inf
 
     def read(self, numbers: Collection[int]) -> None:
-        """Read the given partitions unless they are read already. Raises StoreError.
+        """Read some of the state's partitions unless they are read already. Raises StoreError.
 
-        numbers: numbers of partitions.
+        numbers: numbers of the partitions.
         """
         try:
             super().read(numbers)
@@ -53,7 +56,7 @@ class CatalogReader(CatalogView):
 
         asked_s: time.monotonic() of the caller's request; None: now.
 
-        Raises StoreError.
+        Raises StoreError if the store cannot be read, NoCatalog if it holds no catalog.
         """
         asked_s = time.monotonic() if asked_s is None else asked_s
         with self._reading:
@@ -119,10 +122,8 @@ class CatalogReader(CatalogView):
 
 
 def _settled(state: CatalogState) -> CatalogState:
-    """Return the state if no unread partition has pending log entries; else raise
-    PartitionsNotRead.
-
-    The error names these partitions.
+    """Return the state if no unread partition has pending log entries, which are applied once it is
+    read; else raise PartitionsNotRead, which names these partitions.
     """
     partitions = enumerate(state.partitions)
     pending = frozenset(

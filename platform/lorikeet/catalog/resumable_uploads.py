@@ -152,7 +152,8 @@ class ResumableUploads:
 
         The store copies the uploaded parts if it can; else the bytes come from the file `blob`.
 
-        digest, owner: as in `begin`.
+        digest: SHA-256 of the blob.
+        owner: id of the admin's key that sent the upload.
         """
         upload = self._found(digest, owner)
         if upload is not None and upload.token is not None and not self.stored(digest):
@@ -162,7 +163,7 @@ class ResumableUploads:
             self._store.put_file(blob_key(digest), blob)
 
     def end(self, digest: str, owner: str) -> None:
-        """Discard an upload, if it exists."""
+        """Delete the record and bytes of the owner's upload of a blob, if there is one."""
         upload = self._found(digest, owner)
         if upload is not None:
             self.discard(upload)
