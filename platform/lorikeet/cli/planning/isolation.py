@@ -49,10 +49,11 @@ class LoadRun:
 class RunMeasurements:
     """Measurements of one tenant in one run.
 
-    first_s: seconds from the due time of each request to its first token.
-    between_s: seconds between tokens of an answer.
-    errors: kind of error → count.
-    late_s: largest delay from due time to sending.
+    requests: number of requests.
+    first_s: for each request, seconds from its due time to the first token.
+    between_s: seconds between two consecutive tokens, of all answers.
+    errors: number of errors by kind.
+    late_s: largest delay from due time to sending, in seconds.
     """
 
     requests: int = 0
