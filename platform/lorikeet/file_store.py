@@ -158,7 +158,7 @@ class FileStore:
     def page(
         self, tenant: str, limit: int, after: str | None, order: Order, purpose: str | None
     ) -> tuple[list[StoredFile], bool]:
-        """Return at most PAGE of a tenant's files, and whether more follow.
+        """Return at most `limit` of a tenant's files, PAGE at most, and whether more follow.
 
         after: id of the last file of the previous page; None: the first page.
         order: asc: oldest first.
@@ -245,12 +245,14 @@ def _contents(tenant: str, file: StoredFile) -> str:
 
 
 def _file_id(key: str) -> str:
-    """Return the id of the file whose contents a key has."""
+    """Return the id of the file whose contents the store holds under a key."""
     return key.rpartition("/")[2].rpartition("-")[0]
 
 
 def _expiry(key: str) -> int:
-    """Return the time, in Unix seconds, at which the contents of a key expire."""
+    """Return the time, in Unix seconds, at which the contents that the store holds under a key
+    expire.
+    """
     return int(key.rpartition("-")[2], 16)
 
 

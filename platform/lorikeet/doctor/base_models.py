@@ -121,7 +121,7 @@ def _check_dtype(
 
 
 def _check_attention(check: str, folder: Path, served: "EngineSettings") -> Iterator[Finding]:
-    """Warn if there is no fast attention kernel for the model."""
+    """Yield a warning if there is no fast attention kernel for the model."""
     from lorikeet_engine.kernels.attention import check_latents, why_slow  # torch
 
     shape = BaseShape.from_config(read_config(folder))

@@ -99,7 +99,8 @@ class PlannedStart:
     def capability(self) -> Version | None:
         """Least compute capability of the GPUs; None on a CPU.
 
-        With gpu_memory, which plans for other GPUs, returns FIRST_WITH_FP8.
+        With gpu_memory, which plans for other GPUs, returns FIRST_WITH_FP8: they are assumed to
+        compute in FP8.
         """
         if self.device == "cpu":
             return None
