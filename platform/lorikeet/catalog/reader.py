@@ -111,8 +111,8 @@ class CatalogReader(CatalogView):
             self._snapshot_seq = manifest.seq
 
     def _rebase(self) -> None:
-        """Let each unread partition refer to the newest snapshot, if the partition refers to an
-        older one.
+        """Let unread partitions be read from the newest snapshot, if this reader uses an older
+        one.
         """
         self._asked_seq = self.state.seq
         manifest = self._snapshots.newest()

@@ -246,9 +246,9 @@ class AdapterRecord:
     def select(self, selector: str, session: str | None = None) -> VersionRecord | None:
         """Return the usable version that an alias, a version number or a digest selects, or None.
 
-        session: key that decides between the two versions of an alias with a share. A session
-            always gets the same version, and keeps the second version while its share grows. None:
-            the version that the alias points to.
+        session: name of the request's session, which decides between the two versions of an alias
+            with a share. A session always gets the same version, and keeps the second version while
+            its share grows. None: the version that the alias points to.
         """
         if is_digest(selector):
             return self.with_digest(selector)
@@ -304,7 +304,7 @@ class PinKey:
     name: str | None
 
     def __lt__(self, other: "PinKey") -> bool:
-        """Order by tenant and name; a tenant's own key precedes the keys of its adapters."""
+        """Order by tenant and name; the pin of a whole tenant precedes those of its adapters."""
         return (self.tenant, self.name or "") < (other.tenant, other.name or "")
 
 

@@ -33,7 +33,7 @@ _RECORD = "upload.json"
 
 @dataclass(frozen=True, slots=True)
 class Upload:
-    """One upload.
+    """One upload of an adapter's blob in parts, which can be resumed.
 
     digest: SHA-256 of the blob, as the sender states it.
     owner: id of the admin's key that sends it.
@@ -130,6 +130,9 @@ class ResumableUploads:
 
     def download(self, digest: str, owner: str, path: Path) -> None:
         """Write the whole blob of an upload into a file and verify its digest.
+
+        digest: SHA-256 of the blob, as the sender states it.
+        owner: id of the admin's key that sent it.
 
         The bytes come from the store's blobs if the blob is stored already, else from the parts.
         Raises NotFound if there is no such upload, Conflict if parts are missing, and

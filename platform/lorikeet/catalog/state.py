@@ -173,8 +173,8 @@ class CatalogState:
         return self._partition(partition_of(tenant)).tenant_state(tenant)
 
     def tenant_as_held(self, tenant: str) -> TenantState | bytes:
-        """Return a tenant in the form in which the state holds it: JSON until it has been changed,
-        then decoded.
+        """Return a tenant in the form in which the state holds it: JSON until a log entry changes
+        it, then decoded.
 
         Repeated calls return the same object until an entry changes the tenant.
         """
