@@ -48,7 +48,10 @@ def fetch_base_models(named: Mapping[str, str], *, quiet: bool) -> dict[str, str
 
 
 def as_setting(named: Mapping[str, str]) -> str:
-    """Return the value of LORIKEET_BASE_MODELS."""
+    """Return the value of LORIKEET_BASE_MODELS for these base models.
+
+    named: folders by name.
+    """
     return ",".join(f"{name}={source}" for name, source in named.items())
 
 

@@ -39,6 +39,7 @@ class ServiceProcess:
 
     The command reads nothing, and writes to this process's stderr.
 
+    environ: environment variables of the command.
     on_line: gets each line of the command's output, which is then not written to stderr.
     """
 

@@ -106,7 +106,7 @@ class ApiRequest(Body):
 
     @abstractmethod
     def to_call(self, context: CallContext) -> Call:
-        """Return the request as a Call."""
+        """Return the request as a Call, the parsed request that a replica gets."""
 
     @abstractmethod
     def session(self) -> str | None:
