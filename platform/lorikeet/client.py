@@ -244,7 +244,8 @@ class Client:
     ) -> dict[str, Any]:
         """Send a request, and repeat it until the deadline while the service is busy or down.
 
-        Returns the answer's JSON. Raises LorikeetError.
+        Returns the answer's JSON. Raises LorikeetError if the service answers with an error, and
+        Unavailable if it is still down at the deadline.
 
         deadline_s: time.monotonic() after which the request is not repeated.
         key: API key.

@@ -80,7 +80,7 @@ class GarbageCollector:
     def collect(self) -> Iterator[StoredObject]:
         """Delete garbage and yield each deleted object; in a dry run only yield it.
 
-        Raises StoreError.
+        Raises StoreError if the store fails.
         """
         self._catalog.refresh()
         self._remove_dead_marks()

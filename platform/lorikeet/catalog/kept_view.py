@@ -54,7 +54,7 @@ class KeptView:
     def write(self, state: CatalogState) -> None:
         """Write to the file a state that the store has just confirmed to be the newest.
 
-        Raises OSError.
+        Raises OSError if the file cannot be written.
         """
         records = [_to_record(partition) for partition in state.partitions]
         sizes = [(digest, len(data)) for digest, data in records]
@@ -70,9 +70,10 @@ class KeptView:
             part.unlink(missing_ok=True)
 
     def confirm(self, seq: int) -> bool:
-        """Record that log entry `seq` is still the store's newest. Raises OSError.
+        """Record that log entry `seq` is still the store's newest.
 
         Returns False, and records nothing, if the file holds the state after another entry.
+        Raises OSError if there is no file, or it cannot be changed.
         """
         with self.path.open("rb") as file:
             if file.readline() != b"%d\n" % seq:

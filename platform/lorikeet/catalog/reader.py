@@ -36,9 +36,11 @@ class CatalogReader(CatalogView):
         self._failed_s = -math.inf
 
     def read(self, numbers: Collection[int]) -> None:
-        """Read some of the state's partitions unless they are read already. Raises StoreError.
+        """Read some of the state's partitions unless they are read already.
 
         numbers: numbers of the partitions.
+
+        Raises StoreError if the store cannot be read.
         """
         try:
             super().read(numbers)
@@ -86,7 +88,7 @@ class CatalogReader(CatalogView):
         """Make a snapshot of the newest entry if there is none, and return the entry's number.
 
         Safe at any time in any process, also while others append and make snapshots.
-        Raises StoreError.
+        Raises StoreError if the store fails.
         """
         self.refresh()
         manifest = self._snapshots.newest()

@@ -61,8 +61,8 @@ class TenantRecord:
     max_adapters: limit on the number of the tenant's usable (not retired) adapters; None: no limit.
     max_total_bytes: limit on the total size of the blobs of all usable versions of the tenant's
         adapters; None: no limit.
-    pin_budget_bytes: limit on the total size of the tenant's pinned adapters on a GPU of one
-        replica; None: no limit.
+    pin_budget_bytes: limit on the total bytes that the tenant's pinned adapters take on a GPU, each
+        counted once; None: no limit.
     max_rank: limit on the LoRA rank of each of the tenant's adapters; None: only the service's
         limit applies.
     max_adapter_bytes: limit on the size of each of the tenant's adapters; None: only the service's
@@ -88,7 +88,7 @@ class KeyRecord:
     sha256: SHA-256 of the secret, 64 hex digits.
     created: Unix seconds.
     name: label for display; "" for none.
-    limits: the key's limits, which apply in addition to the tenant's; none for a month.
+    limits: the key's limits, which apply in addition to the tenant's; never monthly ones.
     priority: among a tenant's requests, those with the highest priority begin first.
     expires: end of the key, Unix seconds; None: never.
     replaced_by: id of the key that a rotation made.

@@ -135,7 +135,7 @@ class CatalogState:
         return held.adapters.get(name) if held else None
 
     def adapter(self, tenant: str, name: str) -> AdapterRecord:
-        """Return an adapter, retired or not. Raises UnknownModel."""
+        """Return an adapter, retired or not. Raises UnknownModel if there is none."""
         record = self.find(tenant, name)
         if record is None:
             raise UnknownModel(f"There is no adapter {f'{tenant}/{name}'!r}: register it first.")

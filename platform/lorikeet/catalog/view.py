@@ -46,9 +46,11 @@ class CatalogView:
                 self.read(missing.numbers)
 
     def read(self, numbers: Collection[int]) -> None:
-        """Read some of the state's partitions unless they are read already. Raises StoreError.
+        """Read some of the state's partitions unless they are read already.
 
         numbers: numbers of the partitions.
+
+        Raises StoreError if the store cannot be read.
         """
         held = [self._state.partitions[number] for number in numbers]
         partitions = self._snapshots.read(

@@ -166,7 +166,10 @@ class _BlobUpload:
         self._stop = threading.Event()
 
     def run(self) -> None:
-        """Send parts until the server lacks none. Raises LorikeetError."""
+        """Send parts until the server lacks none.
+
+        Raises LorikeetError if the server refuses them or no part arrives in _TRIES attempts.
+        """
         missing, failures = self._missing(), 0
         while missing:
             before = self._progress.arrived

@@ -69,7 +69,7 @@ class CheckedAdapter:
 
 
 def name_adapters(given: Iterable[str]) -> list[GivenAdapter]:
-    """Name each adapter after its folder, or as in name=folder.
+    """Give each adapter a name: its folder's, or NAME for a source of the form NAME=FOLDER.
 
     given: sources as on the command line; patterns such as ./tuned/* stand for several.
 

@@ -16,7 +16,7 @@ _LEFT_OUT = ("*/*", "consolidated*")
 
 
 def name_base_models(given: Iterable[str]) -> dict[str, str]:
-    """Name each base model after its folder or repository, or as in name=folder.
+    """Give each base model a name: its folder's or repository's, or NAME for NAME=FOLDER.
 
     Returns folders and repositories by name. Raises InvalidInput for a folder that does not exist,
     or a name that is given twice.

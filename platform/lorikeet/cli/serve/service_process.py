@@ -87,7 +87,10 @@ class ServiceProcess:
             signal.raise_signal(number)
 
     def ends_within(self, seconds: float) -> bool:
-        """Whether the command ends within `seconds`. Raises Terminated if the output is closed."""
+        """Wait until the command ends, at most `seconds`; return whether it has ended.
+
+        Raises Terminated if this process's output is closed.
+        """
         if _output_is_lost():
             raise Terminated
         with suppress(subprocess.TimeoutExpired):

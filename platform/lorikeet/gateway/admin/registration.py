@@ -182,7 +182,7 @@ class Registration:
         """Return the limits on the rank and size of a tenant's blobs, the stricter of the service's
         and the tenant's.
 
-        Raises UnknownTenant.
+        Raises UnknownTenant if there is no such tenant.
         """
         record = await self._catalog_view.ask(lambda state: state.tenant(tenant))
         return self._services.limits.lowered_to(record.max_rank, record.max_adapter_bytes)
