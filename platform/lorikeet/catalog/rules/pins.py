@@ -38,7 +38,7 @@ def pin_change(tenant: str, name: str | None, now: float, **options: Unpack[PinO
 
     name: adapter; None pins all adapters of the tenant.
     now: Unix seconds.
-    options: see PinOptions.
+    options: tier and other options of the pin, as in PinOptions.
     """
     change = Pinned(tenant=tenant, name=name, **options)
     check_name(tenant, "tenant")

@@ -38,7 +38,7 @@ class DefaultsBody(Body):
     """Request defaults of a version: values for requests that leave them out.
 
     chat_template: template that writes prompts of chats; null: the base model's.
-    system_prompt: text of the first message of chats without a system message.
+    system_prompt: text of the system message of chats without one; null: no text.
     stop: strings that end a choice, beside the request's.
     stop_token_ids: tokens that end a choice, beside the request's and the base model's.
     """
