@@ -46,11 +46,14 @@ class TrainersConfig(Protocol):
 class PushResult:
     """State of a pushed version, by the service's last answer.
 
+    adapter: tenant/name.
     model: value of `model` in requests for this version.
+    digest: SHA-256 of the adapter's file of weights and config, in hex.
     version: number of the version; None until the version is durable.
     ready: whether every replica has the version.
-    durable: whether the store has the version.
-    parity: parity proof of the version as JSON; None if it came without probes.
+    durable: whether the catalog's store has the version, so that restarts keep it.
+    parity: differences of a replica's log-probabilities from the trainer's, as JSON; None if it
+        was pushed without probes.
     """
 
     adapter: str
@@ -120,7 +123,7 @@ class Client:
         warn_above: float | None = None,
         refuse_above: float | None = None,
     ) -> PushResult:
-        """Send a version of an adapter, and return once it has reached the state `wait`.
+        """Send a version of an adapter, and return once it has reached a state.
 
         Repeats the request while the service is busy or unavailable. Repeats are safe: equal bytes
         make one version.
@@ -128,18 +131,21 @@ class Client:
         weights: PEFT's folder, or get_peft_model_state_dict's tensors with their `config`.
         name: the adapter's name, without its tenant.
         alias: alias to point at the version.
+        wait: the state: ready (every replica has the version), durable (the catalog's store has
+            it) or none (it is checked).
         lifetime_s: seconds after which the version is deleted; such an ephemeral version never
             becomes durable. None: the version is kept.
         keep: maximum number of ephemeral versions of the adapter; older ones are deleted.
         defaults_of: alias or number of the adapter's version whose own chat template, system prompt
             and other request defaults the version gets; None: the base model's.
+        timeout_s: seconds until the version must have reached the state.
         probes: the trainer's log-probabilities, from `peft_probes`, with which a replica's are
-            compared before the version is accepted. A proof that warns gives a Python warning.
-        warn_above, refuse_above: mean differences, in nats, above which the proof warns and
-            refuses; None: the service's defaults.
+            compared before the version is accepted.
+        warn_above, refuse_above: mean differences, in nats, above which the comparison gives a
+            Python warning, and above which the version is refused; None: the service's defaults.
 
-        Raises AdapterRejected, LorikeetError with the service's code, and Unavailable after
-        timeout_s.
+        Raises AdapterRejected if the weights are no acceptable adapter, LorikeetError with the
+        service's code if the service refuses them, and Unavailable after timeout_s.
         """
         deadline_s = time.monotonic() + timeout_s
         with tempfile.TemporaryDirectory() as work:
@@ -186,10 +192,12 @@ class Client:
 
         Repeats the request for a minute while the service is busy or unavailable.
 
+        model: a pushed version, or the value of `model` in requests.
+        prompt: text or token ids.
         fields: fields of a completion request, such as n, max_tokens and temperature; fields whose
             value is None are left out.
 
-        Raises LorikeetError with the service's code.
+        Raises LorikeetError with the service's code if the service answers with an error.
         """
         if fields.get("stream"):
             raise InvalidInput("samples are not streamed: leave stream out", param="stream")
@@ -236,7 +244,13 @@ class Client:
     ) -> dict[str, Any]:
         """Send a request, and repeat it until the deadline while the service is busy or down.
 
+        Returns the answer's JSON. Raises LorikeetError if the service answers with an error, and
+        Unavailable if it is still down at the deadline.
+
         deadline_s: time.monotonic() after which the request is not repeated.
+        key: API key.
+        blob: file to send as the body.
+        body: JSON to send as the body.
         """
         headers = {"authorization": f"Bearer {key}"}
         while True:

@@ -90,8 +90,8 @@ class FileStore:
     def upload(self, tenant: str, path: Path, filename: str, lifetime_s: int) -> StoredFile:
         """Save the bytes at `path` as a file and return its description.
 
-        Raises StoreError; InsufficientQuota, and saves nothing, if the tenant's files, with those
-        that are saved at the same time, are beyond its limits.
+        Raises StoreError if the store fails; InsufficientQuota, and saves nothing, if the tenant's
+        files, with those that are saved at the same time, are beyond its limits.
         """
         made = self.add(tenant, path, filename, lifetime_s)
         try:
@@ -108,7 +108,7 @@ class FileStore:
 
         file_id: id of the file; None: a new id. An existing file of this id is returned unchanged.
 
-        Raises StoreError.
+        Raises StoreError if the store fails.
         """
         now, size = self.clock(), path.stat().st_size
         made = StoredFile(
@@ -158,7 +158,7 @@ class FileStore:
     def page(
         self, tenant: str, limit: int, after: str | None, order: Order, purpose: str | None
     ) -> tuple[list[StoredFile], bool]:
-        """Return at most PAGE of a tenant's files, and whether more follow.
+        """Return at most `limit` of a tenant's files, PAGE at most, and whether more follow.
 
         after: id of the last file of the previous page; None: the first page.
         order: asc: oldest first.
@@ -195,7 +195,9 @@ def sortable_id(now: float) -> str:
 
 
 def purpose_of(file_id: str) -> Purpose:
-    """Return the purpose that a file's id shows, in OpenAI's terms."""
+    """Return a file's purpose in OpenAI's terms: batch_output if the id ends in -output or -errors,
+    else batch.
+    """
     return "batch_output" if file_id.endswith(("-output", "-errors")) else "batch"
 
 
@@ -205,6 +207,7 @@ def page_of(
     """Return a page of ids and whether more follow.
 
     after: id before the page, whose object may have been deleted since; None: the first page.
+    order: asc: oldest first.
 
     Raises InvalidInput if `after` is no id.
     """
@@ -224,7 +227,7 @@ def clean_up(store: ObjectStore, now: float, *, dry_run: bool) -> Iterator[Store
     now: Unix seconds.
     dry_run: yield without deleting.
 
-    Raises StoreError.
+    Raises StoreError if the store fails.
     """
     described = set(store.list(PREFIX))
     for one in store.scan(CONTENTS):
@@ -245,12 +248,14 @@ def _contents(tenant: str, file: StoredFile) -> str:
 
 
 def _file_id(key: str) -> str:
-    """Return the id of the file whose contents a key has."""
+    """Return the id of the file whose contents the store holds under a key."""
     return key.rpartition("/")[2].rpartition("-")[0]
 
 
 def _expiry(key: str) -> int:
-    """Return the time, in Unix seconds, at which the contents of a key expire."""
+    """Return the time, in Unix seconds, at which the contents that the store holds under a key
+    expire.
+    """
     return int(key.rpartition("-")[2], 16)
 
 

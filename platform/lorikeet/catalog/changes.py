@@ -50,7 +50,7 @@ class TenantCreated:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TenantOptionsSet:
-    """Change of the given options of a tenant."""
+    """Change of some options of a tenant; options that are not in `options` stay."""
 
     tenant: str
     options: TenantOptions
@@ -59,7 +59,11 @@ class TenantOptionsSet:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyCreated:
-    """Creation of a key. tenant: owner; None for an admin's key."""
+    """Creation of a key.
+
+    tenant: owner; None for an admin's key.
+    sha256: SHA-256 of the key's secret, 64 hex digits.
+    """
 
     id: str
     tenant: str | None
@@ -70,7 +74,10 @@ class KeyCreated:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyOptionsSet:
-    """Change of the given options of a key. An expiry, once set, is never removed."""
+    """Change of some options of a key; options that are not in `options` stay.
+
+    An expiry, once set, is never removed.
+    """
 
     id: str
     options: KeyOptions
@@ -110,7 +117,11 @@ class AdapterChange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionRegistered(AdapterChange):
-    """Registration of a version; the first version creates the adapter."""
+    """Registration of a version; the first version creates the adapter.
+
+    version: number, from 1.
+    The fields from digest on are facts about the version's blob (file of weights), as in BlobFacts.
+    """
 
     version: int
     digest: str
@@ -129,7 +140,9 @@ class VersionRegistered(AdapterChange):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DefaultsSet(AdapterChange):
-    """Setting of a version's own request defaults, in the entry that registers the version.
+    """Setting of a version's own request defaults (chat template, system prompt, stops, sampling).
+
+    It is in the log entry that registers the version.
 
     Releases that do not know request defaults refuse the entry, instead of serving the version
     without them.
@@ -152,7 +165,8 @@ class AdapterShared(AdapterChange):
 class AliasMoved(AdapterChange):
     """Move of an alias to a version.
 
-    The alias's share ends, and the version that the alias pointed to joins the alias's history.
+    The alias's share (second version that gets a fraction of its requests) ends. The version that
+    the alias pointed to joins the alias's history, along which rollbacks go back.
     """
 
     alias: str
@@ -189,7 +203,7 @@ class ShareEnded(AdapterChange):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionRetired(AdapterChange):
-    """Retirement of one version."""
+    """Retirement of one version: requests can no longer use it."""
 
     version: int
     type: Literal["version_retired"] = "version_retired"
@@ -212,9 +226,14 @@ class AdapterRetired(AdapterChange):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pinned:
-    """Pinning of an adapter, or of a tenant if name is None; replaces an earlier pin.
+    """Pinning of an adapter, or of all adapters of a tenant; replaces an earlier pin.
 
-    The fields have the meanings that they have in PinRecord.
+    name: adapter; None: every adapter of the tenant, now and later.
+    selector: alias or version number to keep loaded.
+    tier: lowest tier to keep it on; the GPU is the highest.
+    replicas: number of replicas; None: all replicas of the base model.
+    priority: if not all pins fit, higher priorities are kept first.
+    expires: Unix seconds; None: never.
     """
 
     tenant: str
@@ -270,7 +289,9 @@ class Entry:
 
     seq: number of the entry, from 1.
     nonce: random mark by which a writer recognizes its own entry.
+    actor: author, such as a key's id.
     time: Unix seconds, by the writer's clock.
+    schema: oldest format version whose readers understand the changes.
     """
 
     seq: int

@@ -47,7 +47,11 @@ Adapters = Set[tuple[str, str]]
 
 
 class GarbageCollector:
-    """Garbage collector of a catalog's store: deletes uploads, then blobs, then snapshots."""
+    """Garbage collector of a catalog's store.
+
+    Deletes abandoned uploads, then blobs (adapters' files) that no version needs, then old
+    snapshots.
+    """
 
     def __init__(
         self,
@@ -62,7 +66,7 @@ class GarbageCollector:
         catalog: reader of the catalog, whose store is collected.
         grace_s: seconds that an object is kept after it was written or its version retired.
         dry_run: delete nothing.
-        clock: Unix seconds.
+        clock: function that returns the time in Unix seconds.
         """
         if grace_s < LEAST_GRACE_S:
             raise InvalidInput(f"a grace period of {grace_s:g} s: want a day or more")
@@ -76,7 +80,7 @@ class GarbageCollector:
     def collect(self) -> Iterator[StoredObject]:
         """Delete garbage and yield each deleted object; in a dry run only yield it.
 
-        Raises StoreError.
+        Raises StoreError if the store fails.
         """
         self._catalog.refresh()
         self._remove_dead_marks()
@@ -113,7 +117,9 @@ class GarbageCollector:
                 return adapters
 
     def _snapshots(self) -> Iterator[StoredObject]:
-        """Delete old snapshots, then the partitions that only these snapshots name."""
+        """Delete old snapshots, then the partitions (parts of the state) that only they name; yield
+        each deleted object.
+        """
         manifests = list(self._store.scan(MANIFESTS))
         kept = _kept(manifests, self._before)
         yield from self._sweep(found for found in manifests if found not in kept)
@@ -173,10 +179,10 @@ def _needed(state: CatalogState, lately_retired: Adapters) -> Set[str]:
 
 
 def _kept(manifests: list[StoredObject], before: float) -> Set[StoredObject]:
-    """Return the snapshots to keep: the newest snapshot, young snapshots, and a few older
-    snapshots.
+    """Return the snapshots to keep: the newest few, young ones, and for history one older snapshot
+    for each range of _OLD_KEPT_EVERY log entries.
 
-    manifests: newest first.
+    manifests: the snapshots' manifest objects, newest first.
     before: Unix seconds; snapshots made later are young.
     """
     of_range = {manifest_seq(found.key) // _OLD_KEPT_EVERY: found for found in reversed(manifests)}

@@ -24,6 +24,7 @@ class HistoryQuery:
     """Filter for changes; None matches any.
 
     name: name of an adapter; requires `tenant`.
+    actor: author of the entry, such as a key's id.
     since: earliest time of an entry, Unix seconds.
     """
 
@@ -74,8 +75,8 @@ class History:
     def find(self, wanted: HistoryQuery, limit: int, before: int | None = None) -> HistoryPage:
         """Return the newest matching entries before entry `before`, `limit` at most.
 
-        A page may hold fewer entries, even none, although older entries match: see
-        HistoryPage.before. Raises StoreError.
+        A page may hold fewer entries, even none, although older entries match: search again with
+        the page's `before` until that is None. Raises StoreError if the log cannot be read.
         """
         found: list[Entry] = []
         start = min(before or self._newest + 1, self._newest + 1)
@@ -93,7 +94,7 @@ class History:
     def as_of(self, seq: int) -> CatalogView:
         """Return a view of the catalog right after entry `seq`.
 
-        Raises InvalidInput if there is no such entry, and StoreError.
+        Raises InvalidInput if there is no such entry, StoreError if the store cannot be read.
         """
         if not 1 <= seq <= self._newest:
             raise InvalidInput(f"as of {seq}: want an entry from 1 to {self._newest}")
@@ -105,7 +106,7 @@ class History:
     def as_of_time(self, time: float) -> CatalogView:
         """Return a view of the catalog at a time, Unix seconds, by the clocks of its writers.
 
-        Raises InvalidInput if the catalog was made later, and StoreError.
+        Raises InvalidInput if the catalog was made later, StoreError if the store cannot be read.
         """
         first, last = 0, self._newest  # entry `first` was written by then, entry `last` + 1 was not
         while first < last:

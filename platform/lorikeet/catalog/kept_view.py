@@ -39,7 +39,10 @@ class KeptState(NamedTuple):
 
 
 class KeptView:
-    """File of the newest state of the catalog at `url`, shared by all gateways of a machine.
+    """Local file with the newest state of the catalog at `url`, for gateways that start while the
+    store is unreachable. All gateways of a machine share the file.
+
+    folder: folder of the file.
 
     Writes are atomic and the last one wins. If a slow gateway has overwritten a newer state, the
     next `confirm` of the newer state returns False.
@@ -51,7 +54,7 @@ class KeptView:
     def write(self, state: CatalogState) -> None:
         """Write to the file a state that the store has just confirmed to be the newest.
 
-        Raises OSError.
+        Raises OSError if the file cannot be written.
         """
         records = [_to_record(partition) for partition in state.partitions]
         sizes = [(digest, len(data)) for digest, data in records]
@@ -67,9 +70,10 @@ class KeptView:
             part.unlink(missing_ok=True)
 
     def confirm(self, seq: int) -> bool:
-        """Record that entry `seq` is the store's newest. Raises OSError.
+        """Record that log entry `seq` is still the store's newest.
 
         Returns False, and records nothing, if the file holds the state after another entry.
+        Raises OSError if there is no file, or it cannot be changed.
         """
         with self.path.open("rb") as file:
             if file.readline() != b"%d\n" % seq:
@@ -93,7 +97,11 @@ class KeptView:
 
 
 def _to_record(partition: Partition | UnreadPartition) -> tuple[str | None, bytes]:
-    """Return the digest of a partition and the bytes to write for it."""
+    """Return how the file records a partition: a digest or None, and bytes.
+
+    A partition that was read: None and its own bytes. An unread one: the digest of its bytes in the
+    store, and the log entries that changed it since.
+    """
     if isinstance(partition, UnreadPartition):
         pending = partition.pending
         return partition.digest, object_to_json(pending) if pending else b""

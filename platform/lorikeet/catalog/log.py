@@ -27,7 +27,7 @@ _MOST_BYTES = 2**17
 
 
 class Log:
-    """Log in one store. Thread-safe."""
+    """The catalog's append-only log of changes, in one store. Thread-safe."""
 
     def __init__(self, store: ObjectStore) -> None:
         self._store = store
@@ -77,8 +77,8 @@ class Log:
     def read(self, after: int) -> list[Entry]:
         """Return every entry after entry `after`, in order: one LIST, then parallel GETs.
 
-        Raises StoreError, also if entry `after` is missing: an emptied store must not look up to
-        date.
+        Raises StoreError if the store cannot be read, or if entry `after` is missing: an emptied
+        store must not look up to date.
         """
         listed = self._store.list("log/", _key(after - 1) if after else "")
         found = {int(match[1]) for match in map(_KEY.fullmatch, listed) if match}
@@ -99,7 +99,10 @@ class Log:
         return [entries[seq] for seq in wanted]
 
     def _get_all(self, numbers: Collection[int]) -> dict[int, Entry]:
-        """Return the entries in some of the log's objects, by entry number."""
+        """Return the entries in some of the log's objects, by entry number.
+
+        numbers: numbers of the objects, each of which also repeats earlier entries.
+        """
         objects = in_parallel(self._get, numbers)
         return {entry.seq: entry for entries in objects for entry in entries}
 
@@ -121,7 +124,9 @@ class Log:
             raise error from None
 
     def _before(self, seq: int) -> Sequence[Entry]:
-        """Return the entries before entry `seq` in its block, for log object `seq` to repeat."""
+        """Return the entries before entry `seq` in its block of BLOCK entries, for log object `seq`
+        to repeat.
+        """
         if seq % BLOCK == 0 or seq == 1:
             return ()
         held = self._held

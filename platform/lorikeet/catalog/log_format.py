@@ -13,7 +13,7 @@ _ENTRIES = TypeAdapter(tuple[Entry, ...])
 
 
 def object_to_json(entries: Sequence[Entry]) -> bytes:
-    """Serialize consecutive entries as the object of the last one."""
+    """Serialize consecutive entries as the log object of the last one, which repeats the others."""
     *before, own = _ENTRIES.dump_python(tuple(entries), mode="json")
     return json.dumps({**own, "before": before}, ensure_ascii=False).encode()
 

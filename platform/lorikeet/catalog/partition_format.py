@@ -135,7 +135,8 @@ def compact(value: Json) -> bytes:
 def _adapter_row(record: AdapterRecord, defaults: list[Json]) -> Json:
     """Encode an adapter.
 
-    defaults: rows of request defaults that the tenant's versions have; new ones are appended.
+    defaults: encoded request defaults of the tenant's versions, to which the adapter's row refers
+        by index; those that are missing are appended.
     """
     versions = list(map(_version_row, record.versions))
     aliases = {alias: _alias_row(record, alias) for alias in sorted(record.aliases)}

@@ -20,7 +20,10 @@ log.
 
 
 class CatalogReader(CatalogView):
-    """View that follows the catalog in a store. Empty until the first refresh. Thread-safe."""
+    """View of the catalog in a store, which `refresh` brings up to date. Thread-safe.
+
+    Empty until the first refresh.
+    """
 
     def __init__(self, store: ObjectStore) -> None:
         super().__init__(Snapshots(store))
@@ -33,9 +36,11 @@ class CatalogReader(CatalogView):
         self._failed_s = -math.inf
 
     def read(self, numbers: Collection[int]) -> None:
-        """Read the given partitions unless they are read already. Raises StoreError.
+        """Read some of the state's partitions unless they are read already.
 
-        numbers: numbers of partitions.
+        numbers: numbers of the partitions.
+
+        Raises StoreError if the store cannot be read.
         """
         try:
             super().read(numbers)
@@ -53,7 +58,7 @@ class CatalogReader(CatalogView):
 
         asked_s: time.monotonic() of the caller's request; None: now.
 
-        Raises StoreError.
+        Raises StoreError if the store cannot be read, NoCatalog if it holds no catalog.
         """
         asked_s = time.monotonic() if asked_s is None else asked_s
         with self._reading:
@@ -83,7 +88,7 @@ class CatalogReader(CatalogView):
         """Make a snapshot of the newest entry if there is none, and return the entry's number.
 
         Safe at any time in any process, also while others append and make snapshots.
-        Raises StoreError.
+        Raises StoreError if the store fails.
         """
         self.refresh()
         manifest = self._snapshots.newest()
@@ -108,8 +113,8 @@ class CatalogReader(CatalogView):
             self._snapshot_seq = manifest.seq
 
     def _rebase(self) -> None:
-        """Let each unread partition refer to the newest snapshot, if the partition refers to an
-        older one.
+        """Let unread partitions be read from the newest snapshot, if this reader uses an older
+        one.
         """
         self._asked_seq = self.state.seq
         manifest = self._snapshots.newest()
@@ -119,10 +124,8 @@ class CatalogReader(CatalogView):
 
 
 def _settled(state: CatalogState) -> CatalogState:
-    """Return the state if no unread partition has pending log entries; else raise
-    PartitionsNotRead.
-
-    The error names these partitions.
+    """Return the state if no unread partition has pending log entries, which are applied once it is
+    read; else raise PartitionsNotRead, which names these partitions.
     """
     partitions = enumerate(state.partitions)
     pending = frozenset(

@@ -36,8 +36,8 @@ class Limits:
     burst_s: amount that may arrive at once, in seconds of the average rate.
     max_concurrent: maximum number of requests at once.
     max_context: maximum number of tokens of one prompt plus its answer.
-    tokens_per_month: budget of a calendar month, UTC.
-    cost_per_month: budget of a calendar month, UTC, in the currency of LORIKEET_PRICES.
+    tokens_per_month: maximum number of tokens in a calendar month, UTC.
+    cost_per_month: maximum cost in a calendar month, UTC, in the currency of LORIKEET_PRICES.
     bytes_per_min: average rate of pushed adapters' bytes.
     """
 
@@ -58,11 +58,11 @@ class TenantRecord:
     created: Unix seconds.
     weight: weight of the tenant's requests against other tenants' on a busy replica, > 0; default
         1.
-    max_adapters: limit on the tenant's usable adapters; None: no limit.
+    max_adapters: limit on the number of the tenant's usable (not retired) adapters; None: no limit.
     max_total_bytes: limit on the total size of the blobs of all usable versions of the tenant's
         adapters; None: no limit.
-    pin_budget_bytes: limit on the total size of the images of the tenant's pinned adapters on one
-        replica; None: no limit.
+    pin_budget_bytes: limit on the total bytes that the tenant's pinned adapters take on a GPU, each
+        counted once; None: no limit.
     max_rank: limit on the LoRA rank of each of the tenant's adapters; None: only the service's
         limit applies.
     max_adapter_bytes: limit on the size of each of the tenant's adapters; None: only the service's
@@ -88,7 +88,7 @@ class KeyRecord:
     sha256: SHA-256 of the secret, 64 hex digits.
     created: Unix seconds.
     name: label for display; "" for none.
-    limits: the key's limits, which apply in addition to the tenant's; without budgets.
+    limits: the key's limits, which apply in addition to the tenant's; never monthly ones.
     priority: among a tenant's requests, those with the highest priority begin first.
     expires: end of the key, Unix seconds; None: never.
     replaced_by: id of the key that a rotation made.
@@ -145,11 +145,15 @@ class BlobFacts:
 
     digest: SHA-256 of the bytes, 64 lower-case hex digits.
     base_model: served name of the base model.
-    gpu_bytes: size on a GPU, in the service's adapter dtype of that time.
-    touches: linears and tokens that the adapter changes; None if an older release registered it.
+    gpu_bytes: size on a GPU, in the service's adapter dtype at the time of validation.
+    touches: linear layers and tokens that the adapter changes; None if an older release registered
+        it.
     trained_on: base model's name in the blob, "" if absent; None if an older release registered it.
-    invocation_tokens, head, embedder: see AdapterRef.
-    parity: parity proof with its trainer; None if it came without probes.
+    parity: result of comparing log-probabilities of a replica with the trainer's; None if the
+        trainer's were not sent.
+    invocation_tokens: tokens from which on an activated LoRA changes a prompt; () for others.
+    head: classification or reward head; None for adapters that generate.
+    embedder: the adapter's own way of embedding texts; None: the base model's.
     """
 
     digest: str
@@ -165,7 +169,7 @@ class BlobFacts:
     embedder: Embedder | None = field(default=None, kw_only=True)
 
     def ref(self, tenant: str, name: str, version: int) -> AdapterRef:
-        """Return the reference to this blob as a version of an adapter."""
+        """Return the AdapterRef that names this blob as version `version` of an adapter."""
         known = self.digest, self.invocation_tokens, self.head, self.embedder
         return AdapterRef(tenant, name, version, *known)
 
@@ -176,7 +180,8 @@ class VersionRecord(BlobFacts):
 
     version: number, from 1.
     created: Unix seconds.
-    defaults: defaults of requests for the version; None: the base model's.
+    defaults: chat template, system prompt, stops and sampling of requests that set none; None: the
+        base model's.
     """
 
     version: int
@@ -201,13 +206,13 @@ class AliasShare:
 class AdapterRecord:
     """An adapter with every version it ever had.
 
-    Aliases and their shares always point to usable versions.
+    Aliases and their shares always point to usable (not retired) versions.
 
     shared: every tenant may use the adapter.
     versions: versions[i].version is i + 1.
     aliases: version number by alias.
     alias_history: earlier version numbers of each alias, oldest first; rollbacks go back along it.
-    shares: share of a second version, by alias.
+    shares: by alias, a second version and the fraction of the alias's requests that it gets.
     retired_at: number of the log entry that last retired the whole adapter.
     """
 
@@ -241,9 +246,9 @@ class AdapterRecord:
     def select(self, selector: str, session: str | None = None) -> VersionRecord | None:
         """Return the usable version that an alias, a version number or a digest selects, or None.
 
-        session: key that decides between the two versions of an alias with a share. A session
-            always gets the same version, and keeps the second version while its share grows. None:
-            the version that the alias points to.
+        session: name of the request's session, which decides between the two versions of an alias
+            with a share. A session always gets the same version, and keeps the second version while
+            its share grows. None: the version that the alias points to.
         """
         if is_digest(selector):
             return self.with_digest(selector)
@@ -278,7 +283,7 @@ class AdapterRecord:
         return tuple(sorted({*shared, *(a for a, at in self.aliases.items() if at == number)}))
 
     def ref(self, version: VersionRecord) -> AdapterRef:
-        """Return the reference to this version."""
+        """Return the AdapterRef that names this version of the adapter."""
         return version.ref(self.tenant, self.name, version.version)
 
 
@@ -299,13 +304,13 @@ class PinKey:
     name: str | None
 
     def __lt__(self, other: "PinKey") -> bool:
-        """Order by tenant and name; a tenant's own key precedes the keys of its adapters."""
+        """Order by tenant and name; the pin of a whole tenant precedes those of its adapters."""
         return (self.tenant, self.name or "") < (other.tenant, other.name or "")
 
 
 @dataclass(frozen=True, slots=True)
 class PinRecord:
-    """A promise that an adapter stays at `tier` or nearer to the GPU.
+    """A promise that an adapter stays loaded at `tier` (disk, host or gpu) or nearer to the GPU.
 
     name: adapter; None: every adapter of the tenant, now and later.
     selector: an alias, which the pin follows as it moves, or a version number.
@@ -313,6 +318,7 @@ class PinRecord:
     priority: if not all pins fit, higher priorities are kept first, then older pins.
     expires: Unix seconds; None: never.
     created: Unix seconds; a change of options does not change it.
+    actor: author, such as a key's id.
     """
 
     tenant: str

@@ -33,7 +33,7 @@ _RECORD = "upload.json"
 
 @dataclass(frozen=True, slots=True)
 class Upload:
-    """One upload.
+    """One upload of an adapter's blob in parts, which can be resumed.
 
     digest: SHA-256 of the blob, as the sender states it.
     owner: id of the admin's key that sends it.
@@ -131,6 +131,9 @@ class ResumableUploads:
     def download(self, digest: str, owner: str, path: Path) -> None:
         """Write the whole blob of an upload into a file and verify its digest.
 
+        digest: SHA-256 of the blob, as the sender states it.
+        owner: id of the admin's key that sent it.
+
         The bytes come from the store's blobs if the blob is stored already, else from the parts.
         Raises NotFound if there is no such upload, Conflict if parts are missing, and
         InvalidAdapter if the digest differs; the upload is then discarded.
@@ -152,7 +155,8 @@ class ResumableUploads:
 
         The store copies the uploaded parts if it can; else the bytes come from the file `blob`.
 
-        digest, owner: as in `begin`.
+        digest: SHA-256 of the blob.
+        owner: id of the admin's key that sent the upload.
         """
         upload = self._found(digest, owner)
         if upload is not None and upload.token is not None and not self.stored(digest):
@@ -162,7 +166,7 @@ class ResumableUploads:
             self._store.put_file(blob_key(digest), blob)
 
     def end(self, digest: str, owner: str) -> None:
-        """Discard an upload, if it exists."""
+        """Delete the record and bytes of the owner's upload of a blob, if there is one."""
         upload = self._found(digest, owner)
         if upload is not None:
             self.discard(upload)

@@ -38,7 +38,7 @@ _LAST = 10**12 - 1
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """Manifest of the snapshot of entry `seq`.
+    """Description of a snapshot: the catalog's state after log entry `seq`.
 
     time: time of the entry, Unix seconds.
     partitions: SHA-256 of each partition's bytes, by partition number.
@@ -54,7 +54,7 @@ class Manifest:
 
 
 class Snapshots:
-    """Snapshots in one store."""
+    """Snapshots of the catalog's state, in one store."""
 
     def __init__(self, store: ObjectStore) -> None:
         self._store = store
@@ -80,7 +80,7 @@ class Snapshots:
     def write(self, state: CatalogState) -> Manifest:
         """Write a snapshot of a state and return its manifest. Idempotent.
 
-        state: may hold unread partitions, but no log entries that wait for such a partition.
+        state: may have unread partitions, but none that later log entries changed.
         """
         # Partitions that never held anything are one object, written once.
         distinct = {id(partition): partition for partition in state.partitions}

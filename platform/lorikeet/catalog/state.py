@@ -31,7 +31,7 @@ COMMON = PARTITIONS
 
 
 def partition_of(name: str) -> int:
-    """Return the number of the partition of a tenant, key id or secret's SHA-256."""
+    """Return the number, 0 to 255, of the partition of a tenant, key id or secret's SHA-256."""
     return hashlib.sha256(name.encode()).digest()[0]
 
 
@@ -64,8 +64,10 @@ class Partition:
 
 @dataclass(frozen=True, slots=True)
 class UnreadPartition:
-    """A partition whose bytes this process has not read from the store, and the entries that
-    changed it after those bytes were written.
+    """A partition whose bytes this process has not read from the store.
+
+    digest: SHA-256 of those bytes.
+    pending: log entries that changed the partition after those bytes were written.
     """
 
     digest: str
@@ -73,7 +75,7 @@ class UnreadPartition:
 
 
 class PartitionsNotRead(Exception):
-    """Raised if a question needs partitions that were not read yet.
+    """Raised if a question about a CatalogState needs partitions that were not read yet.
 
     numbers: numbers of these partitions. Read them, then ask again.
     """
@@ -104,7 +106,8 @@ class CatalogState:
 
         model: owner/name, owner/name@alias, owner/name@version or owner/name@digest; without @,
             the alias prod; without an owner, the tenant.
-        session: key of the request's session, for aliases with a share; see AdapterRecord.select.
+        session: name of the request's session. If an alias splits its requests between two
+            versions, a session always gets the same one; None: the version it points to.
 
         Raises UnknownModel, with the same message for absent, retired, misspelt and other tenants'
         models.
@@ -120,7 +123,7 @@ class CatalogState:
         raise unknown_model(model)
 
     def version_of(self, ref: AdapterRef) -> VersionRecord:
-        """Return the record of a version. Raises UnknownModel."""
+        """Return the record of a version. Raises UnknownModel if there is no such version."""
         version = self.adapter(ref.tenant, ref.name).version(ref.version)
         if version is None:
             raise UnknownModel(f"There is no adapter {ref}.", param="model")
@@ -132,7 +135,7 @@ class CatalogState:
         return held.adapters.get(name) if held else None
 
     def adapter(self, tenant: str, name: str) -> AdapterRecord:
-        """Return an adapter, retired or not. Raises UnknownModel."""
+        """Return an adapter, retired or not. Raises UnknownModel if there is none."""
         record = self.find(tenant, name)
         if record is None:
             raise UnknownModel(f"There is no adapter {f'{tenant}/{name}'!r}: register it first.")
@@ -170,8 +173,8 @@ class CatalogState:
         return self._partition(partition_of(tenant)).tenant_state(tenant)
 
     def tenant_as_held(self, tenant: str) -> TenantState | bytes:
-        """Return a tenant in the form in which the state holds it: JSON until it has been changed,
-        then decoded.
+        """Return a tenant in the form in which the state holds it: JSON until a log entry changes
+        it, then decoded.
 
         Repeated calls return the same object until an entry changes the tenant.
         """

@@ -18,7 +18,7 @@ class CatalogView:
     """A catalog state that only moves forward, entry by entry. Thread-safe.
 
     Questions are functions of a CatalogState (state.py). A partition that a question needs is read
-    from the view's snapshot, the one that the view began with or was rebased to.
+    from a snapshot: the one that the view began with, or a newer one that `rebase` has set.
     """
 
     def __init__(self, snapshots: Snapshots, state: CatalogState | None = None) -> None:
@@ -35,7 +35,9 @@ class CatalogView:
     def ask(self, question: Callable[[CatalogState], T]) -> T:
         """Answer a question from the newest state, reading the partitions that it needs.
 
-        Raises StoreError.
+        question: function of the state; called again after partitions were read.
+
+        Raises StoreError if a partition cannot be read.
         """
         while True:
             try:
@@ -44,7 +46,12 @@ class CatalogView:
                 self.read(missing.numbers)
 
     def read(self, numbers: Collection[int]) -> None:
-        """Read the given partitions unless they are read already. Raises StoreError."""
+        """Read some of the state's partitions unless they are read already.
+
+        numbers: numbers of the partitions.
+
+        Raises StoreError if the store cannot be read.
+        """
         held = [self._state.partitions[number] for number in numbers]
         partitions = self._snapshots.read(
             {partition.digest for partition in held if isinstance(partition, UnreadPartition)}

@@ -24,7 +24,11 @@ class ServerUnavailable(LorikeetError):
 
 
 class AdminClient:
-    """Client of one server with one key. Opens a connection for each call."""
+    """Client of one server's admin API with one key. Opens a connection for each call.
+
+    Every call raises ServerUnavailable without a complete answer, and Conflict or another
+    LorikeetError if the server answers with an error.
+    """
 
     def __init__(self, address: str, key: str | None) -> None:
         self.address = address.rstrip("/")

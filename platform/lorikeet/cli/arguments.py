@@ -162,7 +162,8 @@ def parse_since(text: str) -> float:
 
 
 def parse_as_of(text: str) -> Query:
-    """Parse an entry's number, or a time as in parse_since, into a query of the admin API.
+    """Parse the number of a log entry, or a time such as 2026-11-21, 2026-11-21T10:00 (UTC) or 2h
+    (ago), into a query of the admin API.
 
     Raises typer.BadParameter.
     """

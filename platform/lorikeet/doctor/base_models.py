@@ -30,7 +30,7 @@ _FIXES = {
 
 
 def check_base_models(planned: PlannedStart) -> Iterator[Finding]:
-    """Check the config, weights, tokenizer and chat template of each folder."""
+    """Check the config, weights, tokenizer and chat template in each base model's folder."""
     yield from check_base_model_folders(planned)
     for name, folder in planned.settings.base_models.items():
         check, plan = f"base model {name}", planned.plans.get(name)
@@ -47,7 +47,7 @@ def check_base_models(planned: PlannedStart) -> Iterator[Finding]:
 
 
 def check_base_model_folders(planned: PlannedStart) -> Iterator[Finding]:
-    """Report folders without a model that can be served with these settings."""
+    """Report base models' folders that hold no model that can be served with these settings."""
     for name, folder in planned.settings.base_models.items():
         plan = planned.plans.get(name)
         if isinstance(plan, EngineError) and is_of_base_model(plan):
@@ -104,7 +104,11 @@ def _is_pointer(file: Path) -> bool:
 def _check_dtype(
     check: str, folder: Path, planned: PlannedStart, settings: "EngineSettings"
 ) -> Finding:
-    """Compare the dtype of the stored weights with the dtype in which they are served."""
+    """Report the dtypes in which the weights are stored and served; warn of bfloat16 in float16.
+
+    check: subject of the findings, such as "base model qwen".
+    settings: settings of the base model's engine.
+    """
     served = settings.dtype
     config = read_config(folder)
     stored = config.get("dtype") or config.get("torch_dtype") or "unknown"
@@ -121,7 +125,12 @@ def _check_dtype(
 
 
 def _check_attention(check: str, folder: Path, served: "EngineSettings") -> Iterator[Finding]:
-    """Warn if there is no fast attention kernel for the model."""
+    """Warn if there is no fast attention kernel for the model; report a problem if GPU kernels do
+    not take the width of its latent attention.
+
+    check: subject of the findings, such as "base model qwen".
+    served: settings of the base model's engine.
+    """
     from lorikeet_engine.kernels.attention import check_latents, why_slow  # torch
 
     shape = BaseShape.from_config(read_config(folder))
@@ -140,14 +149,22 @@ def _check_attention(check: str, folder: Path, served: "EngineSettings") -> Iter
 
 
 def _check_fp8(check: str, served: "EngineSettings") -> Iterator[Finding]:
-    """Report FP8 weights that are served in another dtype than bfloat16."""
+    """Report a problem if FP8 weights are served in another dtype than bfloat16.
+
+    check: subject of the findings, such as "base model qwen".
+    served: settings of the base model's engine.
+    """
     if served.dtype != "bfloat16":
         found = f"the linears are served in FP8, which needs bfloat16, not {served.dtype}"
         yield problem(check, found, "LORIKEET_DTYPE=bfloat16")
 
 
 def _check_sampling(check: str, folder: Path) -> Iterator[Finding]:
-    """Report a sampling default in generation_config.json that would stop the start."""
+    """Report a sampling default in generation_config.json that would stop the start.
+
+    check: subject of the findings, such as "base model qwen".
+    folder: the base model's folder.
+    """
     try:
         read_sampling_defaults(folder)
     except InvalidSetting as error:

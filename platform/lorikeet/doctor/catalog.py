@@ -85,7 +85,9 @@ def _check_secret(state: CatalogState, secret: str) -> Finding:
 
 
 def _check_adapters(planned: PlannedStart, catalog: CatalogReader) -> Iterator[Finding]:
-    """Check that arenas can hold the largest adapters, and that their base models are served."""
+    """Check that the memory for adapters can hold the largest ones, and that the base models of all
+    adapters in the catalog are served.
+    """
     versions = catalog.ask(_usable)
     served = planned.settings.base_models
     unserved = {v.base_model for v in versions if v.base_model not in served}

@@ -22,7 +22,9 @@ _FIX_STATES = (
 
 
 def check_device_memory(planned: PlannedStart) -> Iterator[Finding]:
-    """Check that weights, slot pool, steps and KV pages of an engine fit on its device."""
+    """Check that an engine's base model, adapters (slot pool), largest step and KV pages fit into
+    the memory of its device.
+    """
     if planned.device_free is None:
         yield warning(
             "memory",
@@ -79,8 +81,8 @@ def _fix(planned: PlannedStart, name: str) -> str:
 
 
 def check_host_memory(planned: PlannedStart) -> Iterator[Finding]:
-    """Check that host arenas, KV pages and processes of all engines fit into host memory; on the
-    CPU, the models as well.
+    """Check that host arenas (adapters), KV pages on the host and processes of all engines fit into
+    host memory; on the CPU, the models as well.
     """
     settings, host, engines = planned.settings, planned.host, planned.engines
     arenas = engines * settings.adapter_host_memory

@@ -43,7 +43,9 @@ class PlannedStart:
 
     @cached_property
     def settings(self) -> Settings:
-        """Settings, as serve_app reads them. Raises InvalidSetting."""
+        """Settings, as serve_app reads them. Raises InvalidSetting for an invalid LORIKEET_
+        variable.
+        """
         return Settings.from_env(self.environ)
 
     @property
@@ -99,7 +101,8 @@ class PlannedStart:
     def capability(self) -> Version | None:
         """Least compute capability of the GPUs; None on a CPU.
 
-        With gpu_memory, which plans for other GPUs, returns FIRST_WITH_FP8.
+        With gpu_memory, which plans for other GPUs, returns FIRST_WITH_FP8: they are assumed to
+        compute in FP8.
         """
         if self.device == "cpu":
             return None
@@ -107,7 +110,9 @@ class PlannedStart:
         return min(found, default=FIRST_WITH_FP8)
 
     def engine_settings(self, base_model: str) -> "EngineSettings":
-        """Make the settings of a base model's engine. Raises SettingsError."""
+        """Make the settings of a base model's engine. Raises SettingsError if they contradict each
+        other.
+        """
         from lorikeet.replica.engine_settings import engine_settings  # torch
 
         return engine_settings(self.settings.model_copy(update={"device": self.device}), base_model)
@@ -147,7 +152,12 @@ class PlannedStart:
         return smaller if self.capability is None or self.capability >= least else None
 
     def stays_packed(self, settings: "EngineSettings") -> bool:
-        """Return whether a base model's weights of 4 bits stay packed. Raises ModelError."""
+        """Return whether a base model's weights of 4 bits stay packed in memory.
+
+        settings: settings of the base model's engine.
+
+        Raises ModelError if the checkpoint cannot be read or served.
+        """
         from lorikeet_engine.execution.assembly import stays_packed  # torch
 
         return stays_packed(settings, self.capability)

@@ -40,11 +40,12 @@ def register(
     alias: str | None = None,
     since: int | None = None,
 ) -> Changes:
-    """Add a version with these facts, unless a usable version holds the same blob with the same
-    request defaults.
+    """Return the changes that add a version with these facts, unless a usable (not retired) version
+    holds the same blob with the same request defaults.
 
-    An adapter's only usable version becomes prod.
+    If no other version is usable, the alias prod then points to it.
 
+    facts: facts about the version's blob, found when it was validated.
     defaults: the version's own request defaults; None: the base model's.
     shared: open the adapter to every tenant; None keeps the present setting.
     alias: alias to point to the version.
@@ -79,7 +80,7 @@ def register(
 def promote(
     state: CatalogState, tenant: str, name: str, version: int, alias: str, expect: int | None
 ) -> Changes:
-    """Point an alias to a usable version.
+    """Return the changes that point an alias to a usable version, and end the alias's share.
 
     expect: version that the alias must point to; None: any.
 
@@ -99,8 +100,9 @@ def promote(
 def give_share(
     state: CatalogState, tenant: str, name: str, share: AliasShare, alias: str, expect: int | None
 ) -> Changes:
-    """Give a share of an alias's requests to a usable version that it does not point to.
+    """Return the changes that give a share of an alias's requests to a second usable version.
 
+    share: the second version, and its fraction of the requests.
     expect: version that the alias must point to; None: any.
 
     Raises UnknownModel for an unknown version, NotFound for an unknown alias, and Conflict if the
@@ -124,7 +126,8 @@ def give_share(
 def rollback(
     state: CatalogState, tenant: str, name: str, alias: str, expect: int | None
 ) -> Changes:
-    """End an alias's share; without a share, point the alias to its previous usable version.
+    """Return the changes that end an alias's share (second version with a fraction of its requests)
+    or, without a share, point the alias to its previous usable version.
 
     expect: version that the alias must point to; None: any.
 
@@ -147,7 +150,7 @@ def rollback(
 
 
 def retire(state: CatalogState, tenant: str, name: str, version: int | None) -> Changes:
-    """Retire a version, or the adapter if `version` is None.
+    """Return the changes that retire a version, or the whole adapter if `version` is None.
 
     Raises UnknownModel if there is no such version or adapter, and Conflict if an alias points to
     the version.

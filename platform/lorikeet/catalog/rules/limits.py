@@ -28,7 +28,10 @@ _LARGEST = 10**15  # exact as a float too, as some clients parse numbers
 
 
 class LimitOptions(TypedDict, total=False):
-    """Options that tenants and keys have in common; see Limits."""
+    """Limits that tenants and keys have in common, with the meanings of the fields of Limits.
+
+    An option that is left out keeps its value; None removes the limit.
+    """
 
     requests_per_min: int | None
     tokens_per_min: int | None
@@ -39,7 +42,7 @@ class LimitOptions(TypedDict, total=False):
 
 
 class TenantOptions(LimitOptions, total=False):
-    """Options of a tenant; see TenantRecord."""
+    """Limits and weight of a tenant, with the meanings of the fields of Limits and TenantRecord."""
 
     tokens_per_month: int | None
     cost_per_month: float | None
@@ -52,13 +55,18 @@ class TenantOptions(LimitOptions, total=False):
 
 
 class KeyLimitOptions(LimitOptions, total=False):
-    """Options of a key that may change."""
+    """Options of a key that may change after its creation: limits and priority."""
 
     priority: int
 
 
 class KeyOptions(KeyLimitOptions, total=False):
-    """Options of a new key; see KeyRecord."""
+    """Options of a new key: limits, priority and those below.
+
+    name: label for display.
+    expires: end of the key, Unix seconds; None: never.
+    adapters: patterns of the adapter names that the key may push or use.
+    """
 
     name: str
     expires: float | None
@@ -78,7 +86,7 @@ def with_options(record: Record, options: Mapping[str, Any]) -> Record:
 
 
 def options_of(record: TenantRecord | KeyRecord) -> dict[str, Any]:
-    """Return the options of a record that differ from the defaults."""
+    """Return the options of a record that differ from their defaults, by name."""
     names = (TenantOptions if isinstance(record, TenantRecord) else KeyOptions).__annotations__
     return _said(record.limits, names) | _said(record, names)
 

@@ -12,9 +12,9 @@ from lorikeet_engine.adapter import AdapterRef
 
 @dataclass(frozen=True, slots=True)
 class PinnedVersion:
-    """A version that a pin keeps.
+    """A version of an adapter that a pin keeps loaded.
 
-    image_bytes: bytes on each GPU of a replica; the host holds as much for each GPU.
+    image_bytes: bytes of the adapter on each GPU of a replica; the host holds as much for each GPU.
     """
 
     ref: AdapterRef
@@ -41,8 +41,8 @@ def versions_kept(state: CatalogState, pin: PinRecord | Pinned) -> tuple[PinnedV
 
 
 def charged_bytes(kept: Iterable[PinnedVersion]) -> int:
-    """Sum the bytes of distinct images. Versions with equal images count once, however many pins
-    and replicas keep them.
+    """Sum the bytes on a GPU of all different blobs. Versions with one blob count once, however
+    many pins and replicas keep them.
     """
     return sum({version.ref.digest: version.image_bytes for version in kept}.values())
 

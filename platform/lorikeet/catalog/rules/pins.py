@@ -15,7 +15,15 @@ LONGEST_REASON = 200  # characters
 
 
 class PinOptions(TypedDict, total=False):
-    """Options of a pin; see PinRecord. An option that is not given has its default in Pinned."""
+    """Options of a pin. An option that is left out has its default in Pinned.
+
+    selector: alias or version number to keep loaded.
+    tier: lowest tier to keep it on: disk, host or GPU.
+    replicas: number of replicas; None: all replicas of the base model.
+    priority: if not all pins fit, higher priorities are kept first.
+    reason: text that is shown with the pin.
+    expires: Unix seconds; None: never.
+    """
 
     selector: str
     tier: Residency
@@ -30,6 +38,7 @@ def pin_change(tenant: str, name: str | None, now: float, **options: Unpack[PinO
 
     name: adapter; None pins all adapters of the tenant.
     now: Unix seconds.
+    options: tier and other options of the pin, as in PinOptions.
     """
     change = Pinned(tenant=tenant, name=name, **options)
     check_name(tenant, "tenant")
@@ -54,12 +63,13 @@ def pin_change(tenant: str, name: str | None, now: float, **options: Unpack[PinO
 
 
 def pin(state: CatalogState, change: Pinned, now: float) -> Changes:
-    """Set the pin of an adapter or a tenant.
+    """Return the changes that set the pin of an adapter or a tenant.
 
     change: the pin to set.
     now: Unix seconds.
 
-    Raises UnknownModel, UnknownTenant, and Conflict beyond the tenant's budget.
+    Raises UnknownModel, UnknownTenant, and Conflict beyond the tenant's pin budget (limit on the
+    bytes of its pinned adapters).
     """
     if change.name is not None:
         record = state.adapter(change.tenant, change.name)
@@ -73,8 +83,9 @@ def pin(state: CatalogState, change: Pinned, now: float) -> Changes:
 
 
 def unpin(state: CatalogState, tenant: str, name: str | None) -> Changes:
-    """Remove the pin of an adapter, or of a tenant if `name` is None. Raises NotFound if there is
-    none.
+    """Return the changes that remove the pin of an adapter, or of a tenant if `name` is None.
+
+    Raises NotFound if there is no such pin.
     """
     if state.pin_of(tenant, name) is None:
         raise NotFound(f"{tenant if name is None else f'{tenant}/{name}'!r} is not pinned")

@@ -11,9 +11,9 @@ from lorikeet.errors import Conflict
 
 @dataclass(frozen=True, slots=True)
 class QuotaUsage:
-    """Usage of a tenant's quota.
+    """Usage of a tenant's quota, which limits the number and bytes of its adapters.
 
-    adapters: number of usable adapters.
+    adapters: number of usable (not retired) adapters.
     total_bytes: bytes of the blobs of their usable versions; each blob counts once.
     """
 
@@ -34,7 +34,9 @@ def quota_usage(state: CatalogState, tenant: str) -> QuotaUsage:
 
 
 def check_quota(state: CatalogState, tenant: str, changes: Sequence[Change]) -> None:
-    """Raise Conflict if changes of a tenant's adapters exceed its quota.
+    """Raise Conflict if a tenant's adapters would exceed its max_adapters or max_total_bytes.
+
+    changes: changes about to be committed.
 
     Changes that add nothing are always allowed. Raises UnknownTenant if there is no such tenant.
     """

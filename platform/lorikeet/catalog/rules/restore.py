@@ -19,9 +19,11 @@ from lorikeet.errors import Conflict
 
 
 def restore_version(state: CatalogState, tenant: str, name: str, number: int) -> Changes:
-    """Make one version usable again; if no other version is usable, it becomes prod.
+    """Return the changes that undo the retirement of version `number` of an adapter.
 
-    Raises UnknownModel, and Conflict beyond the tenant's limits.
+    If no other version is usable, the alias prod points to it.
+
+    Raises UnknownModel if there is no such version, Conflict beyond the tenant's limits.
     """
     record = state.adapter(tenant, name)
     if not known_version(record, number).retired:
@@ -49,7 +51,7 @@ def retired_at(record: AdapterRecord) -> int:
 def restore_adapter(
     state: CatalogState, before: AdapterRecord, pin: PinRecord | None, now: float
 ) -> Changes:
-    """Restore an adapter to its record before the retirement.
+    """Return the changes that restore an adapter to its record before the retirement.
 
     before: record of the adapter before its retirement.
     pin: pin of the adapter at that time, restored unless it has expired.

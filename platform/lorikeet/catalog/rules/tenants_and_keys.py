@@ -25,7 +25,7 @@ from lorikeet.errors import Conflict
 
 
 def create_tenant(state: CatalogState, name: str, options: TenantOptions) -> Changes:
-    """Create a tenant with these options. Raises Conflict if the name is taken."""
+    """Return the changes that create a tenant. Raises Conflict if the name is taken."""
     if state.tenant_state(name) is not None:
         raise Conflict(
             f"there already is a tenant {name!r}: `lorikeet tenants limit` sets its limits",
@@ -36,13 +36,13 @@ def create_tenant(state: CatalogState, name: str, options: TenantOptions) -> Cha
 
 
 def limit_tenant(state: CatalogState, change: TenantOptionsSet) -> Changes:
-    """Change the given options of a tenant. Raises UnknownTenant."""
+    """Return the changes that set some options of a tenant. Raises UnknownTenant."""
     record = state.tenant(change.tenant)
     return () if with_options(record, change.options) == record else (change,)
 
 
 def create_key(state: CatalogState, change: KeyCreated, options: KeyOptions) -> Changes:
-    """Create a key with these options. Raises UnknownTenant.
+    """Return the changes that create a key. Raises UnknownTenant if its owner does not exist.
 
     change: id, owner, scopes and hashed secret of the key.
     """
@@ -52,7 +52,7 @@ def create_key(state: CatalogState, change: KeyCreated, options: KeyOptions) -> 
 
 
 def limit_key(state: CatalogState, change: KeyOptionsSet) -> Changes:
-    """Change the given limits of a key.
+    """Return the changes that set some limits or the priority of a key.
 
     Raises UnknownKey, InvalidInput for an admin's key, which has no limits, and Conflict if the key
     is revoked.
@@ -67,7 +67,9 @@ def limit_key(state: CatalogState, change: KeyOptionsSet) -> Changes:
 def rotate_key(
     state: CatalogState, key_id: str, new_id: str, new_sha256: str, now: float, overlap_s: float
 ) -> Changes:
-    """Replace a key by a copy with another secret and a full lifetime of the same length.
+    """Return the changes that replace a key by a copy with another secret.
+
+    If the key expires, the copy begins a new lifetime of the same length.
 
     new_id: id of the copy.
     new_sha256: SHA-256 of its secret.
@@ -98,7 +100,10 @@ def rotate_key(
 
 
 def revoke_key(state: CatalogState, key_id: str) -> Changes:
-    """Revoke a key. Raises UnknownKey, and Conflict for the last admin's key without expiry."""
+    """Return the changes that revoke a key.
+
+    Raises UnknownKey, and Conflict for the last admin's key without expiry.
+    """
     if state.key(key_id).revoked:
         return ()
     if state.admin_keys() == {key_id}:

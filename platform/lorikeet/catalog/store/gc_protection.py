@@ -32,12 +32,14 @@ _POLL_S = 0.5
 
 
 def protect(store: ObjectStore, key: str, put: Callable[[], None] | None = None) -> None:
-    """Ensure that an object exists and stays for NEW_S seconds even if nothing names it yet.
+    """Ensure that an object exists, and that garbage collection spares it for NEW_S seconds even if
+    no record refers to it yet.
 
     key: key of the object.
     put: writes the object if it is absent. Without `put`, an absent object raises ObjectNotFound.
 
-    Raises Conflict if a collection still marks the object after _WAIT_S seconds.
+    Raises Conflict if a garbage collection is still about to delete the object after _WAIT_S
+    seconds.
     """
     deadline = time.monotonic() + _WAIT_S
     while True:
@@ -55,9 +57,9 @@ def protect(store: ObjectStore, key: str, put: Callable[[], None] | None = None)
 
 @contextmanager
 def marked_for_deletion(store: ObjectStore, keys: Sequence[str], run: str) -> Iterator[None]:
-    """Mark objects as about to be deleted, for the duration of the `with` block.
+    """Mark objects as about to be deleted by garbage collection, until the `with` block ends.
 
-    run: unique id of the collection.
+    run: unique id of the garbage collection.
     """
     marks = [_marks_prefix(key) + run for key in keys]
     try:

@@ -38,36 +38,36 @@ class LocalStore:
 
     @property
     def parts(self) -> "LocalParts":
-        """See ObjectStore."""
+        """Multipart uploads into this store."""
         return LocalParts(self)
 
     def get(self, key: str) -> bytes:
-        """See ObjectStore."""
+        """Return the whole object. Raises ObjectNotFound."""
         with self._errors(key):
             return self._path(key).read_bytes()
 
     def size(self, key: str) -> int:
-        """See ObjectStore."""
+        """Return the object's size in bytes. Raises ObjectNotFound."""
         with self._errors(key):
             return self._path(key).stat().st_size
 
     def modified(self, key: str) -> float:
-        """See ObjectStore."""
+        """Return the Unix time of the last write or touch. Raises ObjectNotFound."""
         with self._errors(key):
             return self._path(key).stat().st_mtime
 
     def touch(self, key: str) -> None:
-        """Set the object's modification time to now: see ObjectStore."""
+        """Set the object's modification time to now. Raises ObjectNotFound."""
         with self._errors(key), self._path(key).open("rb") as file:
             os.utime(file.fileno())
 
     def put_file(self, key: str, path: Path) -> None:
-        """See ObjectStore."""
+        """Write or replace an object with a file's bytes."""
         with self._errors(key), self._temporary_file(path) as unfinished:
             self._place(key, unfinished, unfinished.replace)
 
     def put_if_absent(self, key: str, data: bytes) -> None:
-        """See ObjectStore."""
+        """Create an object. Raises ObjectExists if there is one at the key."""
         with self._errors(key), self._temporary_file(data) as unfinished:
             try:  # unlike a rename, a link never replaces
                 self._place(key, unfinished, partial(os.link, unfinished))
@@ -75,7 +75,7 @@ class LocalStore:
                 raise ObjectExists(f"{key} already exists in {self.url}") from error
 
     def download(self, key: str, path: Path) -> str:
-        """See ObjectStore."""
+        """Copy an object to a file; return its SHA-256 in hex. Raises ObjectNotFound."""
         digest = hashlib.sha256()
         with self._errors(key), self._path(key).open("rb") as source, path.open("wb") as target:
             while piece := source.read(2**20):
@@ -84,7 +84,7 @@ class LocalStore:
         return digest.hexdigest()
 
     def list(self, prefix: str, start_after: str = "") -> Iterator[str]:
-        """See ObjectStore."""
+        """Yield the keys that begin with `prefix` and sort after `start_after`, in byte order."""
         top = self._folder / check_prefix(prefix).rpartition("/")[0]
         with self._errors(prefix):
             yield from sorted(
@@ -95,17 +95,17 @@ class LocalStore:
             )
 
     def scan(self, prefix: str) -> Iterator[StoredObject]:
-        """See ObjectStore."""
+        """Yield the objects whose keys begin with `prefix`, in byte order."""
         for key in self.list(prefix):
             with suppress(ObjectNotFound):  # deleted since it was listed
                 yield StoredObject(key, self.size(key), self.modified(key))
 
     def first(self, prefix: str, start_after: str = "") -> str | None:
-        """See ObjectStore."""
+        """Return the first key that `list` would yield; None if there is none."""
         return next(self.list(prefix, start_after), None)
 
     def delete(self, key: str) -> None:
-        """See ObjectStore."""
+        """Delete an object, if it exists."""
         with self._errors(key):
             path = self._path(key)
             path.unlink(missing_ok=True)
@@ -182,29 +182,29 @@ class LocalParts:
         self._store = store
 
     def begin(self, _key: str) -> str:
-        """See PartStore."""
+        """Return "": the parts of a key are found by the key alone."""
         return ""
 
     def url(self, _key: str, _token: str, _number: int, _size: int) -> str | None:
-        """See PartStore."""
+        """Return None: parts have no URL; `put` writes them."""
         return None
 
     def put(self, key: str, _token: str, number: int, path: Path) -> None:
-        """See PartStore."""
+        """Write or replace one part, an object of its own, with a file's bytes."""
         self._store.put_file(f"{key}/{number:05d}", path)
 
     def sizes(self, key: str, _token: str) -> dict[int, int]:
-        """See PartStore."""
+        """Return the size in bytes of each part received, by part number."""
         return {
             int(part.rpartition("/")[2]): self._store.size(part)
             for part in self._store.list(f"{key}/")
         }
 
     def join(self, _key: str, _token: str) -> None:
-        """See PartStore."""
+        """Do nothing: the parts stay objects of their own."""
 
     def download(self, key: str, _token: str, path: Path) -> str:
-        """See PartStore."""
+        """Write the parts to a file, in order; return the SHA-256 of the bytes, in hex."""
         digest = hashlib.sha256()
         try:
             with path.open("wb") as file:
@@ -217,10 +217,10 @@ class LocalParts:
         return digest.hexdigest()
 
     def copy(self, _key: str, _target: str) -> None:
-        """See PartStore."""
+        """Do nothing: the caller writes the target with `put_file`."""
 
     def delete(self, key: str, _token: str) -> None:
-        """See PartStore."""
+        """Delete the objects of all parts."""
         for part in self._store.list(f"{key}/"):
             self._store.delete(part)
 

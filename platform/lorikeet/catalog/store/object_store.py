@@ -61,11 +61,17 @@ class PartStore(Protocol):
         ...
 
     def put(self, key: str, token: str, number: int, path: Path, /) -> None:
-        """Write or replace one part with a file's bytes. Raises ObjectNotFound."""
+        """Write or replace one part with a file's bytes.
+
+        May raise ObjectNotFound if the store no longer has the upload.
+        """
         ...
 
     def sizes(self, key: str, token: str, /) -> dict[int, int]:
-        """Return the size in bytes of each part received, by part number. Raises ObjectNotFound."""
+        """Return the size in bytes of each part received, by part number.
+
+        May raise ObjectNotFound if the store no longer has the upload.
+        """
         ...
 
     def join(self, key: str, token: str, /) -> None:
@@ -75,14 +81,15 @@ class PartStore(Protocol):
     def download(self, key: str, token: str, path: Path, /) -> str:
         """Write the joined parts to a file and return the SHA-256 of its bytes, 64 hex digits.
 
-        Raises ObjectNotFound.
+        May raise ObjectNotFound if the parts were not joined.
         """
         ...
 
     def copy(self, key: str, target: str, /) -> None:
         """Copy the joined parts to the object `target` if the store can do so without a download.
 
-        Otherwise do nothing: the caller writes `target` with `put_file`. Raises ObjectNotFound.
+        Otherwise do nothing: the caller writes `target` with `put_file`. May raise
+        ObjectNotFound if the parts were not joined.
         """
         ...
 
@@ -173,7 +180,10 @@ class ObjectStore(Protocol):
 
 
 def open_store(url: str) -> ObjectStore:
-    """Open the store at s3://bucket/prefix or in a folder. Raises InvalidSetting, StoreError."""
+    """Open the store at s3://bucket/prefix or in a folder.
+
+    Raises InvalidSetting for another kind of URL, StoreError if S3's client cannot be set up.
+    """
     scheme, marker, rest = url.partition("://")
     if not marker:
         from lorikeet.catalog.store.local import LocalStore

@@ -28,6 +28,8 @@ ReadRange = Callable[[int, int], Iterator[bytes]]
 def download(size_bytes: int, path: Path, read: ReadRange) -> str:
     """Write an object of `size_bytes` to a file and return its SHA-256, 64 hex digits.
 
+    read: yields the object's bytes from a start to an end position; called on many threads.
+
     Raises the error that `read` raised, after all threads have stopped writing; the file is then
     incomplete.
     """

@@ -141,21 +141,21 @@ class S3Store:
 
     @property
     def parts(self) -> "S3Parts":
-        """See ObjectStore."""
+        """Multipart uploads into this store."""
         return S3Parts(self)
 
     def get(self, key: str) -> bytes:
-        """See ObjectStore."""
+        """Return the whole object. Raises ObjectNotFound."""
         with self._errors(key):
             return self._client.get_object(**self._address(key))["Body"].read()
 
     def size(self, key: str) -> int:
-        """See ObjectStore."""
+        """Return the object's size in bytes. Raises ObjectNotFound."""
         with self._errors(key):
             return self._client.head_object(**self._address(key))["ContentLength"]
 
     def modified(self, key: str) -> float:
-        """See ObjectStore."""
+        """Return the Unix time of the last write or touch. Raises ObjectNotFound."""
         with self._errors(key):
             return self._client.head_object(**self._address(key))["LastModified"].timestamp()
 
@@ -172,12 +172,12 @@ class S3Store:
             )
 
     def put_file(self, key: str, path: Path) -> None:
-        """Write or replace an object with a file's bytes: see ObjectStore."""
+        """Write or replace an object with a file's bytes."""
         with self._errors(key):
             self._long_timeout_client.upload_file(str(path), **self._address(key), Config=_TRANSFER)
 
     def put_if_absent(self, key: str, data: bytes) -> None:
-        """See ObjectStore."""
+        """Create an object. Raises ObjectExists if there is one at the key."""
         md5 = base64.b64encode(hashlib.md5(data, usedforsecurity=False).digest()).decode()
         with self._errors(key):
             for attempt in range(_ATTEMPTS):
@@ -192,7 +192,7 @@ class S3Store:
                     time.sleep(_backoff_s(attempt))
 
     def download(self, key: str, path: Path) -> str:
-        """See ObjectStore."""
+        """Copy an object to a file; return its SHA-256 in hex. Raises ObjectNotFound."""
         with self._errors(key):
             size = self.size(key)
             # Signed once for all ranges: boto3 signs a request in the time in which 1 MB arrives.
@@ -201,15 +201,15 @@ class S3Store:
             return parallel_download.download(size, path, partial(self._read, key, url))
 
     def list(self, prefix: str, start_after: str = "") -> Iterator[str]:
-        """See ObjectStore."""
+        """Yield the keys that begin with `prefix` and sort after `start_after`, in byte order."""
         return (found.key for found in self._list(prefix, start_after))
 
     def scan(self, prefix: str) -> Iterator[StoredObject]:
-        """See ObjectStore."""
+        """Yield the objects whose keys begin with `prefix`, in byte order."""
         return self._list(prefix, "")
 
     def first(self, prefix: str, start_after: str = "") -> str | None:
-        """See ObjectStore."""
+        """Return the first key that `list` would yield; None if there is none."""
         with self._errors(prefix):
             page = self._client.list_objects_v2(
                 Bucket=self._bucket,
@@ -221,7 +221,7 @@ class S3Store:
         return found[0]["Key"].removeprefix(self._prefix) if found else None
 
     def delete(self, key: str) -> None:
-        """See ObjectStore."""
+        """Delete an object, if it exists."""
         with self._errors(key):
             self._client.delete_object(**self._address(key))
 
@@ -311,7 +311,7 @@ class S3Parts:
         self._address, self._errors = store._address, store._errors
 
     def begin(self, key: str) -> str:
-        """See PartStore."""
+        """Begin a multipart upload and return its token, S3's upload id."""
         with self._errors(key):
             return self._client.create_multipart_upload(**self._address(key))["UploadId"]
 
@@ -330,18 +330,18 @@ class S3Parts:
             )
 
     def put(self, key: str, token: str, number: int, path: Path) -> None:
-        """See PartStore."""
+        """Write or replace one part with a file's bytes."""
         with self._errors(key), path.open("rb") as file:
             self._long_timeout_client.upload_part(
                 **self._address(key), UploadId=token, PartNumber=number, Body=file
             )
 
     def sizes(self, key: str, token: str) -> dict[int, int]:
-        """See PartStore."""
+        """Return the size in bytes of each part received, by part number."""
         return {number: size for number, (size, _) in self._parts(key, token).items()}
 
     def join(self, key: str, token: str) -> None:
-        """See PartStore."""
+        """Join the parts received, in order, into one object, and accept no more parts."""
         with suppress(ObjectNotFound), self._errors(key):  # not found: already joined
             parts = self._parts(key, token)
             self._long_timeout_client.complete_multipart_upload(
@@ -356,7 +356,7 @@ class S3Parts:
             )
 
     def download(self, key: str, _token: str, path: Path) -> str:
-        """See PartStore."""
+        """Write the joined parts to a file and return the SHA-256 of the bytes, in hex."""
         return self._store.download(key, path)
 
     def copy(self, key: str, target: str) -> None:
@@ -373,13 +373,13 @@ class S3Parts:
             )
 
     def delete(self, key: str, token: str) -> None:
-        """See PartStore."""
+        """Delete the parts, joined or not."""
         with suppress(ObjectNotFound), self._errors(key):
             self._client.abort_multipart_upload(**self._address(key), UploadId=token)
         self._store.delete(key)
 
     def unfinished(self, prefix: str) -> Iterator[UnfinishedUpload]:
-        """See PartStore."""
+        """Yield the uploads to keys under `prefix` that are neither joined nor deleted."""
         address = self._address("x")
         root = address["Key"].removesuffix("x")
         pages = self._client.get_paginator("list_multipart_uploads").paginate(

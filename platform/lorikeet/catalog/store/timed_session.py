@@ -39,7 +39,9 @@ class TimedSession:
         self._session = session
 
     def send(self, request: AWSPreparedRequest) -> AWSResponse:
-        """Send a request. Raises HTTPClientError, as URLLib3Session does."""
+        """Send a request and return the answer, whose body is read later if the request asks for a
+        stream. Raises HTTPClientError if the connection fails or the body arrives too slowly.
+        """
         streamed = request.stream_output
         request.stream_output = True  # URLLib3Session would read the body otherwise
         answer = self._session.send(request)
@@ -82,7 +84,11 @@ class TimedBody:
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     def stream(self) -> Iterator[bytes]:
-        """Yield the bytes as they arrive. Raises HTTPClientError, as `read` does."""
+        """Yield the bytes as they arrive.
+
+        Raises SlowBody if they arrive too slowly, and another HTTPClientError if the connection
+        breaks or is silent.
+        """
         while piece := self._read_some(_CHUNK_BYTES):
             yield piece
 

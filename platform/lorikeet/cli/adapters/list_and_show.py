@@ -88,14 +88,20 @@ def show(ctx: typer.Context, adapter: Adapter, as_of: AsOf = None, as_json: AsJs
 
 
 def show_ranks(version: dict[str, Any]) -> str:
-    """Format a version's ranks: 16, or 4–16 if linears differ."""
+    """Format a version's ranks: 16, or 4–16 if linears differ.
+
+    version: the version as the admin API's JSON.
+    """
     most, touches = version["max_rank"], version["touches"]
     least = most if touches is None else touches["min_rank"]
     return str(most) if least == most else f"{least}–{most}"
 
 
 def show_touched(version: dict[str, Any]) -> str:
-    """Describe the linears, layers and parameters that a version changes."""
+    """Describe the linears, layers and parameters that a version changes.
+
+    version: the version as the admin API's JSON.
+    """
     touches = version["touches"]
     if touches is None:
         return "linears that the release at its registration did not record"
@@ -110,7 +116,9 @@ def show_touched(version: dict[str, Any]) -> str:
 
 def show_kind(version: dict[str, Any]) -> Iterator[str]:
     """Describe a version that is more than a plain LoRA: its own pooling, the labels of its head,
-    or its invocation tokens.
+    or its invocation tokens. Yields nothing for a plain LoRA.
+
+    version: the version as the admin API's JSON.
     """
     if (embedder := version["embedder"]) is not None:
         scaled = ", normalised" if embedder["normalizes"] else ""

@@ -73,7 +73,7 @@ def parity(
 
 
 def read_prompts(file: Path) -> list[Messages | str]:
-    """Read prompts of probes from JSON lines. Raises InvalidInput for other content."""
+    """Read prompts, of which probes are made, from JSON lines. Raises InvalidInput if malformed."""
     prompts: list[Messages | str] = []
     for number, line in enumerate(_text(file).splitlines(), 1):
         if not line.strip():
@@ -92,12 +92,18 @@ def read_prompts(file: Path) -> list[Messages | str]:
 
 
 def read_probes(file: Path) -> Probes:
-    """Read the file that `lorikeet parity` has made. Raises InvalidInput for other content."""
+    """Read the file of probes that `lorikeet parity` wrote: completions with log-probabilities.
+
+    Raises InvalidInput for other content.
+    """
     return parse_probes(_text(file))
 
 
 def print_parity(found: dict[str, Any]) -> None:
-    """Print a parity proof, with its reason on stderr if it warns."""
+    """Print how far a replica's log-probabilities differ from the trainer's.
+
+    found: the parity proof, as the admin API returns it; its reason, if any, goes to stderr.
+    """
     base = found["base_mean"]
     print_table(
         ["Parity", "#Tokens", "#Mean |Δ|", "#Max |Δ|", "#KL", "#Base model's mean |Δ|"],
@@ -116,7 +122,11 @@ def print_parity(found: dict[str, Any]) -> None:
 
 
 def print_version_parity(number: int, found: dict[str, Any]) -> None:
-    """Print one line about the parity proof of a version, for `show`."""
+    """Print one line on how far a version's log-probabilities differ from its trainer's.
+
+    number: number of the version.
+    found: its parity proof, as the admin API returns it.
+    """
     cause = f" ({found['cause']})" if found["cause"] else ""
     print_line(
         f"Version {number} has parity with its trainer {found['verdict']}{cause}: mean |Δ|"

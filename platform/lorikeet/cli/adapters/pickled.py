@@ -21,7 +21,10 @@ def read_pickle(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Read PEFT's tensors by name, and its config, from a folder with pickled weights.
 
     A state dict of the whole model, as DeepSpeed's zero_to_fp32.py writes it, is reduced to the
-    adapter's tensors. Raises LorikeetError, AdapterRejected.
+    adapter's tensors.
+
+    Raises LorikeetError if a file is missing, damaged or malformed, or torch is not installed;
+    AdapterRejected if the config is malformed.
     """
     if (folder / WEIGHTS_FILE).is_file():
         raise InvalidInput(f"{folder} has {WEIGHTS_FILE} already: register it as it is")

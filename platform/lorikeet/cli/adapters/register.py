@@ -155,12 +155,16 @@ def register_source(
 ) -> tuple[dict[str, Any], bool]:
     """Upload an adapter, register it, and print the server's warnings.
 
-    Returns the version as JSON, and whether it is new. Raises LorikeetError.
+    Returns the version as JSON, and whether it is new. Raises LorikeetError if the source cannot be
+    read or the server refuses it.
 
+    source: a folder, a tar or zip file, s3://bucket/prefix, or hf:organisation/name.
     defaults: options that set request defaults.
-    revision, quiet: as in `open_source`.
+    revision: branch, tag or commit of an hf: source.
+    quiet: show no progress.
     base_model: name of the served base model; None: the one that the adapter names.
-    options: promote, shared, smoke, probes and their bounds, as in the admin API.
+    options: further fields of the admin API's request: promote, shared, smoke, probes, warn_above
+        and refuse_above.
     """
     about = {"tenant": adapter.tenant, "base_model": base_model}
     sent = _send(server, source, revision, about, defaults, quiet=quiet)
@@ -182,9 +186,12 @@ def _send(
     *,
     quiet: bool,
 ) -> dict[str, Any]:
-    """Pack a source into one file and upload it; return what the registration says of the source.
+    """Pack a source into one file and upload it; return the fields of the registration that depend
+    on the source.
 
-    source, revision, quiet: as in `open_source`.
+    source: a folder, a tar or zip file, s3://bucket/prefix, or hf:organisation/name.
+    revision: branch, tag or commit of an hf: source.
+    quiet: show no progress.
     about: tenant and base model, which the server checks before any byte is sent.
     options: options that set request defaults.
     """
@@ -203,15 +210,21 @@ def _send(
 
 
 def _proof(probes: Path, warn_above: float | None, refuse_above: float | None) -> dict[str, Any]:
-    """Return the members of a registration that ask for a parity proof."""
+    """Return the fields of a registration that ask for a comparison with the trainer.
+
+    probes: file that `lorikeet parity` wrote.
+    warn_above, refuse_above: mean differences of log-probabilities, in nats; None: the defaults.
+    """
     read = read_probes(probes).model_dump(mode="json", exclude_defaults=True)
     return {"probes": read, "warn_above": warn_above, "refuse_above": refuse_above}
 
 
 def pack(folder: Path, blob: Path, warn: Callable[[str], None] = print_warning) -> str:
-    """Write an adapter's folder to one file, and return its SHA-256. Raises LorikeetError.
+    """Write an adapter's folder to one file, and return its SHA-256.
 
     warn: gets warnings about the folder.
+
+    Raises LorikeetError if the folder cannot be read or the file cannot be written.
     """
     try:
         return write_blob(folder, blob, warn)

@@ -49,7 +49,7 @@ UseGenerationConfig = Annotated[
 
 
 class DefaultsOptions(NamedTuple):
-    """Options of `register`, each under its name."""
+    """Options of `lorikeet register` that set the request defaults of the version."""
 
     chat_template: Path | None = None
     use_chat_template: bool = False
@@ -66,7 +66,7 @@ class DefaultsOptions(NamedTuple):
                 raise typer.BadParameter(f"want either --{name} or --use-{name}")
 
     def read(self, folder: Path) -> dict[str, Any] | None:
-        """Return the request defaults as the body of a registration; None without any.
+        """Return the request defaults as `defaults` of a registration's JSON; None without any.
 
         folder: the adapter's folder.
 
@@ -93,7 +93,7 @@ class DefaultsOptions(NamedTuple):
 
 
 def _generation_defaults(file: Path) -> dict[str, Any]:
-    """Return the members of a generation_config.json that are request defaults."""
+    """Return the request defaults in a generation_config.json: sampling, stops and stop tokens."""
     try:
         config = json.loads(_text(file, _MAX_CONFIG_BYTES))
     except (ValueError, RecursionError) as error:

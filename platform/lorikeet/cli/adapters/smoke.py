@@ -36,7 +36,10 @@ def smoke(
 
 
 def print_smoke(seen: Json) -> None:
-    """Print the result of a smoke test, with its warnings on stderr."""
+    """Print the answers of an adapter beside its base model's, and warnings on stderr.
+
+    seen: result of the smoke test, as the admin API's JSON.
+    """
     print_table(
         ["Prompt", "Base model", "Adapter", "#Equal"],
         [_row(prompt) for prompt in seen["prompts"]],

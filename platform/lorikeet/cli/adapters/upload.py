@@ -48,7 +48,9 @@ T = TypeVar("T")
 def send_blob(
     server: AdminClient, blob: Path, digest: str, about: Mapping[str, Any], *, quiet: bool
 ) -> None:
-    """Upload the parts of a file that the server lacks. Raises LorikeetError.
+    """Upload the parts of a file that the server lacks.
+
+    Raises LorikeetError if the server refuses them or no part arrives in _TRIES attempts.
 
     Ctrl-C ends the command, and prints how to resume.
 
@@ -67,7 +69,7 @@ def send_blob(
 
 
 def with_retries(call: Callable[[], T]) -> T:
-    """Make an idempotent call, and repeat it while the server is unavailable for a moment."""
+    """Make an idempotent call, up to _TRIES times while it raises ServerUnavailable."""
     for attempt in range(1, _TRIES):
         try:
             return call()
@@ -164,7 +166,10 @@ class _BlobUpload:
         self._stop = threading.Event()
 
     def run(self) -> None:
-        """Send parts until the server lacks none. Raises LorikeetError."""
+        """Send parts until the server lacks none.
+
+        Raises LorikeetError if the server refuses them or no part arrives in _TRIES attempts.
+        """
         missing, failures = self._missing(), 0
         while missing:
             before = self._progress.arrived
@@ -188,9 +193,11 @@ class _BlobUpload:
         return missing
 
     def _round(self, parts: list[Json]) -> Exception | None:
-        """Send parts in parallel; return a transient error if one occurred, else None.
+        """Send parts in parallel; return an error that a repetition may overcome, or None.
 
-        Raises an error that is not transient.
+        parts: JSON of the parts, from the server: number, size_bytes and url.
+
+        Raises any other error.
         """
         self._stop.clear()
         with ThreadPoolExecutor(_CONNECTIONS) as connections:
@@ -208,7 +215,12 @@ class _BlobUpload:
         return next((error for error in problems if isinstance(error, LorikeetError)), None)
 
     def _send(self, part: Json) -> None:
-        """Send one part. Raises LorikeetError, _Stopped."""
+        """Send one part, to its URL at the store or, without one, to the server.
+
+        part: JSON of the part, from the server: number, size_bytes and url.
+
+        Raises LorikeetError if it is not taken, _Stopped if sending is stopped.
+        """
         number = part["number"]
         with self._blob.open("rb") as file:
             file.seek((number - 1) * self._part_bytes)

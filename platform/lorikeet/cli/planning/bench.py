@@ -53,8 +53,10 @@ class _Metric(NamedTuple):
 
 
 class _Figure(NamedTuple):
-    """Quantile of a metric in seconds, for a tenant alone and beside others; None without
-    answers.
+    """One quantile (p50 or p99) of a metric's times in seconds; None without answers.
+
+    alone: of the tenant's requests sent alone.
+    shared: of its requests sent together with those of all tenants.
     """
 
     alone: float | None

@@ -120,7 +120,10 @@ class _CapacityFile(BaseModel):
 
 
 def read_needs(path: Path) -> CapacityNeeds:
-    """Read and check an input file of `lorikeet capacity`. Raises InvalidInput."""
+    """Read an input file of `lorikeet capacity`: traffic, memory, costs and goals.
+
+    Raises InvalidInput if the file cannot be read or its content is not allowed.
+    """
     try:
         text = path.read_text()
         given = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
@@ -130,8 +133,11 @@ def read_needs(path: Path) -> CapacityNeeds:
 
 
 def parse_needs(given: Mapping[str, Any], where: str) -> CapacityNeeds:
-    """Check the content of an input file of `lorikeet capacity`. Raises InvalidInput.
+    """Convert the parsed content of an input file of `lorikeet capacity`.
 
+    Raises InvalidInput if the content is not allowed.
+
+    given: parsed TOML or JSON.
     where: name of the file in errors.
     """
     try:

@@ -49,10 +49,10 @@ class LoadRun:
 class RunMeasurements:
     """Measurements of one tenant in one run.
 
-    first_s: seconds from the due time of each request to its first token.
-    between_s: seconds between tokens of an answer.
-    errors: kind of error → count.
-    late_s: largest delay from due time to sending.
+    first_s: for each answered request, seconds from its due time to the first token.
+    between_s: seconds between two consecutive tokens, of all answers.
+    errors: number of errors by kind.
+    late_s: largest delay from due time to sending, in seconds.
     """
 
     requests: int = 0
@@ -191,8 +191,8 @@ async def _ask(
 async def _tokens_s(
     client: httpx.AsyncClient, tenant: MeasuredTenant, run: LoadRun, prompt: str
 ) -> list[float]:
-    """Send a request; return the times at which its pieces of text arrived, at least one. Raises
-    _Failed.
+    """Send a request; return the times (time.perf_counter) at which its pieces of text arrived, at
+    least one. Raises _Failed without a complete answer.
     """
     body = {
         "model": tenant.model,

@@ -34,6 +34,7 @@ _ARCHIVE = re.compile(r"\.(tar|tar\.gz|tgz|zip)$")
 class GivenAdapter:
     """An adapter on the command line.
 
+    name: the adapter's name in the catalog, without its tenant.
     source: a folder, an archive, s3://bucket/prefix or hf:organisation/name.
     """
 
@@ -45,8 +46,9 @@ class GivenAdapter:
 class BaseOfAdapter:
     """Served base model of an adapter.
 
-    declared: name that the adapter gives its base model; empty: none.
-    by_name: whether the names say so; False: only the shapes fit.
+    name: name under which the base model is served.
+    declared: name that the adapter's files give its base model; empty: none.
+    by_name: whether the base model was found by the declared name; False: by its shapes alone.
     """
 
     name: str
@@ -67,7 +69,7 @@ class CheckedAdapter:
 
 
 def name_adapters(given: Iterable[str]) -> list[GivenAdapter]:
-    """Name each adapter after its folder, or as in name=folder.
+    """Give each adapter a name: its folder's, or NAME for a source of the form NAME=FOLDER.
 
     given: sources as on the command line; patterns such as ./tuned/* stand for several.
 

@@ -16,7 +16,7 @@ _LEFT_OUT = ("*/*", "consolidated*")
 
 
 def name_base_models(given: Iterable[str]) -> dict[str, str]:
-    """Name each base model after its folder or repository, or as in name=folder.
+    """Give each base model a name: its folder's or repository's, or NAME for NAME=FOLDER.
 
     Returns folders and repositories by name. Raises InvalidInput for a folder that does not exist,
     or a name that is given twice.
@@ -48,7 +48,10 @@ def fetch_base_models(named: Mapping[str, str], *, quiet: bool) -> dict[str, str
 
 
 def as_setting(named: Mapping[str, str]) -> str:
-    """Return the value of LORIKEET_BASE_MODELS."""
+    """Return the value of LORIKEET_BASE_MODELS for these base models.
+
+    named: folders by name.
+    """
     return ",".join(f"{name}={source}" for name, source in named.items())
 
 

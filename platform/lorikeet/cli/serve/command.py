@@ -158,7 +158,12 @@ def stop(as_json: AsJson = False) -> None:
 
 
 class OwnService:
-    """Service of a user's own base models and adapters, with one tenant."""
+    """Steps of `lorikeet serve` that prepare the catalog, keys and adapters of one tenant.
+
+    given: adapters on the command line.
+    tenant: their owner.
+    as_json: print the addresses and names as JSON.
+    """
 
     def __init__(self, given: list[GivenAdapter], tenant: str, *, as_json: bool) -> None:
         self._given, self._tenant, self._as_json = given, tenant, as_json

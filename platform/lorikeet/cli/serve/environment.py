@@ -47,7 +47,7 @@ def with_free_ports(environ: Mapping[str, str]) -> dict[str, str]:
     """Return `environ` with a port for each listener: the one that it names, even if taken, else
     the usual one, else a free one, which is printed.
 
-    Raises InvalidSetting.
+    Raises InvalidSetting if a variable has an invalid value.
     """
     chosen = {
         _PORT: str(public_port(environ)),

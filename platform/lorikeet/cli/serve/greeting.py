@@ -14,7 +14,7 @@ HOW_TO_STOP = "`lorikeet stop` in this folder stops the service, Ctrl-C one with
 
 
 def ready_line(planned: Planned) -> str:
-    """Return the line with the addresses."""
+    """Return the line that says that the service is ready, with the addresses of both listeners."""
     return f"\nLorikeet is ready at {planned.url}, for administrators at {planned.admin_url}"
 
 
@@ -33,7 +33,7 @@ def curl(url: str, key: str, model: str, prompt: str, **options: int) -> str:
 
 
 def for_administrators(planned: Planned, key_file: Path, lorikeet: str) -> Iterator[str]:
-    """Yield the lines that administer the service from another terminal, and how it is stopped.
+    """Yield the shell commands with which an administrator uses the service in another terminal.
 
     key_file: file with the admin's key.
     lorikeet: the command, as the shell finds it.

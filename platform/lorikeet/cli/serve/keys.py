@@ -21,7 +21,7 @@ ACTOR = "serve"
 def open_or_make_catalog(url: str) -> AdapterCatalog:
     """Return the catalog at a folder or s3://bucket/prefix; make it if there is none.
 
-    Raises InvalidSetting, StoreError.
+    Raises InvalidSetting for another kind of URL, StoreError if the store fails.
     """
     store = open_store(url)
     try:

@@ -74,7 +74,7 @@ class StartProgress:
 
     @property
     def tasks(self) -> list[Task]:
-        """The bar's state."""
+        """The bar's single task in Rich, with its description and progress."""
         return self._progress.tasks
 
     def show(self, stage: str) -> None:

@@ -63,6 +63,7 @@ def run_service(environ: Mapping[str, str], prepare: Prepare) -> int:
     """Run the service until Ctrl-C, SIGTERM or `lorikeet stop`; return the exit status.
 
     environ: the service's environment, as service_environment returns it.
+    prepare: makes or fills the catalog before the start.
 
     Raises LorikeetError if the service cannot start.
     """

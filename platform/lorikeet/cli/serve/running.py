@@ -39,7 +39,7 @@ def hold_pid_file() -> TextIO:
 
 
 def note_ready(file: TextIO) -> None:
-    """Note in the lock's file that the service is ready."""
+    """Note in the file that hold_pid_file returned that the service is ready."""
     print(_READY, file=file, flush=True)
 
 

@@ -39,6 +39,7 @@ class ServiceProcess:
 
     The command reads nothing, and writes to this process's stderr.
 
+    environ: environment variables of the command.
     on_line: gets each line of the command's output, which is then not written to stderr.
     """
 
@@ -86,7 +87,10 @@ class ServiceProcess:
             signal.raise_signal(number)
 
     def ends_within(self, seconds: float) -> bool:
-        """Whether the command ends within `seconds`. Raises Terminated if the output is closed."""
+        """Wait until the command ends, at most `seconds`; return whether it has ended.
+
+        Raises Terminated if this process's output is closed.
+        """
         if _output_is_lost():
             raise Terminated
         with suppress(subprocess.TimeoutExpired):

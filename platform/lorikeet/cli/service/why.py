@@ -67,7 +67,10 @@ def _safe(request_id: str) -> str:
 
 
 def _summary(found: Json) -> Iterator[str]:
-    """Describe the request's tenant, model, outcome, replica and tokens."""
+    """Yield lines about the request's tenant, model, outcome, replica and tokens.
+
+    found: the request as the admin API's JSON.
+    """
     came = datetime.fromtimestamp(found["received"], tz=UTC).strftime("%Y-%m-%d %H:%M:%S")
     yield _plain(found["request"])
     yield f"Received {came} UTC from [cyan]{found['tenant']}[/cyan] with {found['key_id']}"
@@ -114,7 +117,10 @@ def _summary(found: Json) -> Iterator[str]:
 
 
 def _member(each: Json) -> str:
-    """Describe an adapter of a composition: its weight, digest and wait."""
+    """Describe one of several adapters that a request adds up: its weight, digest and wait.
+
+    each: the adapter as the admin API's JSON.
+    """
     told = f"  {each['weight']:g} · {each['adapter']}, {each['digest'][:12]}"
     if each["residency"] is None:
         return told

@@ -35,7 +35,13 @@ class SamplingBody(SamplingDefaults):
 
 
 class DefaultsBody(Body):
-    """Request defaults of a version; see RequestDefaults."""
+    """Request defaults of a version: values for requests that leave them out.
+
+    chat_template: template that writes prompts of chats; null: the base model's.
+    system_prompt: text of the system message of chats without one; null: no text.
+    stop: strings that end a choice, beside the request's.
+    stop_token_ids: tokens that end a choice, beside the request's and the base model's.
+    """
 
     chat_template: Annotated[str | None, _bounded(MAX_TEMPLATE_BYTES)] = None
     system_prompt: Annotated[str | None, _bounded(MAX_SYSTEM_PROMPT_BYTES)] = None
@@ -53,6 +59,8 @@ async def checked_defaults(
     A stop string that is one token of its own, such as <|im_end|>, becomes a stop token, since
     answers omit the text of special tokens.
 
+    wanted: request defaults in the body of the registration.
+    encoders: encoders of prompts, by base model.
     tenant: owner of the adapter.
 
     Raises InvalidInput for a stop token that the tokenizer lacks, and if a chat cannot be rendered;

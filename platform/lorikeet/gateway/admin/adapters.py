@@ -45,7 +45,9 @@ class Promote(Body):
 
 
 class Rollback(Body):
-    """Request to point an alias back to the version that it pointed to before."""
+    """Request to end an alias's traffic share or, if it has none, to point the alias back to the
+    usable version that it pointed to before.
+    """
 
     alias: str = DEFAULT_ALIAS
 
@@ -110,7 +112,10 @@ class AdapterEndpoints:
         return await as_of.ask_in_thread(self._catalog, self._catalog_view, shown)
 
     def promote(self, tenant: str, name: str, wanted: PromoteBody, actor: Actor) -> Json:
-        """Point an alias to a version, or send that version a fraction of the alias's requests."""
+        """Point an alias to a version, or send that version a fraction of the alias's requests.
+
+        Return the version.
+        """
         version, alias, expect = wanted.version, wanted.alias, wanted.expect
         if wanted.share is None:
             record = self._catalog.promote(tenant, name, version, alias, expect, actor=actor)
@@ -121,7 +126,10 @@ class AdapterEndpoints:
         return version_json(record, record.versions[version - 1])
 
     def rollback(self, tenant: str, name: str, wanted: RollbackBody, actor: Actor) -> Json:
-        """Point an alias back to the version that it pointed to before."""
+        """End an alias's traffic share or, without one, point it back to its previous version.
+
+        Return the version that the alias now points to.
+        """
         record = self._catalog.rollback(tenant, name, wanted.alias, actor=actor)
         return version_json(record, record.versions[record.aliases[wanted.alias] - 1])
 

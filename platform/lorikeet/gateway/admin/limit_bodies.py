@@ -18,11 +18,12 @@ _NEVER_NONE = {"burst_s", "weight", "priority"}
 
 
 class LimitsBody(Body):
-    """Limits to set, as defined in catalog/records.py.
+    """Limits of a tenant or a key to set, with the meanings of the fields of Limits (records.py).
 
     A limit that is left out stays unchanged; null removes it.
 
-    named: names of the fields that are limits.
+    named: names of the body's fields that are limits; subclasses extend it.
+    nulls: names of the limits that null removes.
     """
 
     named: ClassVar[frozenset[str]] = frozenset(LimitOptions.__annotations__)
@@ -41,7 +42,7 @@ class LimitsBody(Body):
 
 
 class TenantLimitsBody(LimitsBody):
-    """Limits and other settings of a tenant to set."""
+    """Limits and weight of a tenant to set, with the meanings of the fields of TenantRecord."""
 
     named: ClassVar[frozenset[str]] = frozenset(TenantOptions.__annotations__)
     nulls: ClassVar[frozenset[str]] = named - _NEVER_NONE

@@ -24,7 +24,7 @@ from lorikeet.protocol.replica_report import ReplicaReport
 class PinReporter:
     """Reporter of pins' statuses and of dry runs, based on the catalog and the replicas' reports.
 
-    Plans are computed in threads.
+    Computes them in threads.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class PinReporter:
         self._resolver = PinResolver()
 
     async def pin_statuses(self, reports: Sequence[ReplicaReport] | None = None) -> list[PinStatus]:
-        """Return the status of every pin in force, on the replicas that answer.
+        """Return the status of every pin that has not expired, on the replicas that answer.
 
         reports: the replicas' reports; None: ask the replicas for reports.
 
@@ -55,9 +55,10 @@ class PinReporter:
         """Return the loads and releases of adapters that a new pin would cause.
 
         name: adapter to pin; None: all adapters of the tenant.
-        options: the pin's further options, as AdapterCatalog.pin takes them.
+        options: tier and other options of the pin; see PinOptions.
 
-        Raises the same errors as AdapterCatalog.pin.
+        Raises InvalidInput if an option is not allowed, UnknownModel, UnknownTenant, Conflict
+        beyond the tenant's pin budget, and StoreError if the catalog cannot be read.
         """
         reports, now = await self._engines.reports(), time.time()
 

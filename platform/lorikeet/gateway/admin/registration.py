@@ -127,7 +127,7 @@ class Registration:
     async def record(
         self, order: RegistrationRequest, blob: Path, facts: BlobFacts
     ) -> RegisteredVersion:
-        """Record a validated blob as a version of the adapter that `order` names.
+        """Store a validated blob and register it as a version of the adapter that `order` names.
 
         facts: facts about the blob, from `validate`.
         """
@@ -147,7 +147,8 @@ class Registration:
         return RegisteredVersion(about, is_new=not exists)
 
     async def next_ref(self, order: RegistrationRequest, facts: BlobFacts) -> AdapterRef:
-        """Return the AdapterRef that a blob will have as the adapter's next version.
+        """Return the AdapterRef that a blob will have once it is registered: of the version that
+        already has this blob and these request defaults, else of the adapter's next version.
 
         The version number in the AdapterRef is wrong if another version of the adapter is
         registered first.
@@ -182,7 +183,7 @@ class Registration:
         """Return the limits on the rank and size of a tenant's blobs, the stricter of the service's
         and the tenant's.
 
-        Raises UnknownTenant.
+        Raises UnknownTenant if there is no such tenant.
         """
         record = await self._catalog_view.ask(lambda state: state.tenant(tenant))
         return self._services.limits.lowered_to(record.max_rank, record.max_adapter_bytes)

@@ -31,7 +31,7 @@ Prompt = Annotated[str, Field(min_length=1, max_length=20_000)]
 
 
 class SmokeBody(Body):
-    """Request to run a smoke test of an adapter.
+    """Request to compare answers of an adapter and its base model (smoke test).
 
     selector: alias or version number of the adapter.
     """

@@ -55,7 +55,11 @@ class BeginUpload(Body):
 
 
 class TrainedVocabulary(Body):
-    """Vocabulary of the tokenizer in a trainer's folder; see TokenizerVocabulary."""
+    """Vocabulary of the tokenizer in the folder that a trainer saved.
+
+    trained: SHA-256 in hex of the vocabulary without added tokens; null: not known.
+    added: ids of added tokens, by token.
+    """
 
     trained: Digest | None = None
     added: Annotated[dict[str, int], Field(max_length=MAX_ADDED)]
@@ -68,11 +72,15 @@ class RegisterUpload(Body):
     chat_template: digest of the chat template (template_digest) in the trainer's folder that
         the blob was made from.
     vocabulary: vocabulary of the tokenizer in that folder.
-    promote, shared, base_model: see RegistrationRequest.
+    promote: also point the alias prod to the new version.
+    shared: whether all tenants may use the adapter; null: unchanged.
+    base_model: base model that the adapter was trained on; null: the one that the blob names.
     defaults: the version's own request defaults; null: the base model's.
     smoke: run a smoke test first; register only if a replica can generate with the adapter.
-    probes: the trainer's log-probabilities; register only if a parity proof does not refuse them.
-    warn_above, refuse_above: bounds of the proof, in nats; None: the defaults.
+    probes: the trainer's completions with log-probabilities; register only if those of a replica
+        are near them.
+    warn_above, refuse_above: mean differences, in nats, above which the comparison warns and
+        refuses; null: the defaults.
     """
 
     max_values: ClassVar[int] = MAX_VALUES
@@ -129,7 +137,9 @@ class UploadEndpoints:
 
         tenant, name: owner and name of the adapter.
         actor: id of the admin's key.
-        promote, shared, base_model: see RegistrationRequest.
+        promote: also point the alias prod to the new version.
+        shared: whether all tenants may use the adapter; None: unchanged.
+        base_model: base model that the adapter was trained on; None: the one that the blob names.
         """
         registration = self._registration
         order = RegistrationRequest(tenant, name, actor, promote, shared, base_model)

@@ -115,7 +115,8 @@ class MessageToolChoice(Body):
 class JsonFormat(Body):
     """Answer format: JSON constrained to a schema.
 
-    strict: as in a chat's response_format of OpenAI's API; Anthropic's has no such field.
+    strict: False: keywords of the schema that cannot be enforced are left out instead of refused,
+        and the finished answer is checked against the schema. Anthropic's API has no such field.
     """
 
     type: Literal["json_schema"]
@@ -295,7 +296,9 @@ class PromptRequest(ApiRequest):
         return "output_format" if self.output_format is not None else "output_config.format"
 
     def _unasked(self) -> dict[str, bool]:
-        """Return variables for the chat template that the request implies by leaving fields out."""
+        """Return variables for the chat template that the request implies by leaving fields out:
+        `enable_thinking` false without `thinking`.
+        """
         return {"enable_thinking": False} if self.thinking is None else {}
 
     def _thinks(self) -> bool:

@@ -96,7 +96,9 @@ class ApiRequest(Body):
         return self.model_copy(update=given) if given else self
 
     def before_end(self) -> Callable[[bytes], Awaitable[bytes]] | None:
-        """Return a function that converts an answer's body for the client; None: sent as it is."""
+        """Return a function that converts a successful answer's body before it is sent to the
+        client; None: the body is sent as it is.
+        """
         return None
 
     @property
@@ -106,7 +108,7 @@ class ApiRequest(Body):
 
     @abstractmethod
     def to_call(self, context: CallContext) -> Call:
-        """Return the request as a Call."""
+        """Return the request as a Call, the parsed request that a replica gets."""
 
     @abstractmethod
     def session(self) -> str | None:

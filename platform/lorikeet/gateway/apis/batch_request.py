@@ -10,7 +10,10 @@ from lorikeet.gateway.body import Body
 
 
 class ExpiresAfter(Body):
-    """Lifetime of a batch's output, from its creation."""
+    """Lifetime of a batch's output file, from the file's creation.
+
+    anchor: start of the lifetime; only the file's creation is supported.
+    """
 
     anchor: Literal["created_at"]
     seconds: Annotated[int, Field(ge=SHORTEST_S, le=LIFETIME_S)]
@@ -20,9 +23,10 @@ class BatchRequest(Body):
     """Request of POST /v1/batches.
 
     input_file_id: uploaded file with the requests, one a line.
-    endpoint: path that all requests ask.
+    endpoint: path of the API that answers all requests, such as /v1/chat/completions.
     completion_window: time after which unanswered requests expire.
     metadata: the client's own key-value pairs, shown with the batch.
+    output_expires_after: lifetime of the output file; None: the longest.
     """
 
     input_file_id: Annotated[str, Field(max_length=256)]

@@ -66,7 +66,7 @@ def parse_object(value: object, info: ValidationInfo) -> dict[str, Any]:
     An empty string is {}. Raises ValueError for anything else. Raises RequestTooLarge if all such
     strings of a request's body together contain too many values.
 
-    info: its context is the body's ValueBudget.
+    info: its context is the body's ValueBudget, which counts these values.
     """
     _spend(value, info)
     try:
@@ -88,7 +88,7 @@ def parse_arguments(value: object, info: ValidationInfo) -> dict[str, Any] | str
     {}. Other text stays text. Raises ValueError for values that are not text. Raises
     RequestTooLarge if all such texts of a request's body together contain too many values.
 
-    info: its context is the body's ValueBudget.
+    info: its context is the body's ValueBudget, which counts these values.
     """
     if not isinstance(value, str):
         raise ValueError("want the JSON text of an object")

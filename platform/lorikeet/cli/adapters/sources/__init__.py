@@ -33,7 +33,9 @@ def check_source(source: str, revision: str | None = None) -> None:
 
 @contextmanager
 def open_source(source: str, revision: str | None = None, *, quiet: bool = False) -> Iterator[Path]:
-    """Open an adapter as a folder; delete temporary copies on exit. Raises LorikeetError.
+    """Open an adapter as a folder; delete temporary copies on exit.
+
+    Raises LorikeetError if the source cannot be read or has no adapter.
 
     source: a folder, a tar or zip file, s3://bucket/prefix, or hf:organisation/name.
     revision: branch, tag or commit of an hf: source.

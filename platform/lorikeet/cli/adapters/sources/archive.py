@@ -37,7 +37,7 @@ class Member:
 
     size: bytes.
     is_plain: whether it is a regular file, and no link, device or sparse file.
-    open: returns the content.
+    open: opens the content for reading.
     """
 
     name: str
