@@ -167,7 +167,8 @@ def _prefill(
     """Compute attention of one tile for one key head and its `group` query heads.
 
     q, layer_kv, out, sinks: as for PagedPrefill.attend.
-    pages: KV page numbers of the layer's group. tiles: result of cut_tiles.
+    pages: KV page numbers of the layer's group.
+    tiles: result of cut_tiles.
     scale: factor of the scores. cap: log₂(e) times the soft cap, None without one.
     value_scale: factor of FP8 values; None for other dtypes.
     plane: number of elements from a key in layer_kv to the value of the same token and head.

@@ -50,7 +50,7 @@ def decode_delta_rule(
     out: torch.Tensor | None = None,
     ring: Ring | None = None,
 ) -> torch.Tensor:
-    """See kernels.delta_net."""
+    """Compute the gated delta rule of one token of each sequence: see kernels.delta_net."""
     o = _checked_output(qkv, ba, states, heads, lora, out)
     if ring is not None:
         decode_with_ring(qkv, ba, decay, states, decodes, heads, lora, ring, o)
@@ -74,7 +74,7 @@ def prefill_delta_rule(
     out: torch.Tensor | None = None,
     ring: Ring | None = None,
 ) -> torch.Tensor:
-    """See kernels.delta_net."""
+    """Compute the gated delta rule of several tokens of each sequence: see kernels.delta_net."""
     o = _checked_output(qkv, ba, states, heads, lora, out)
     tiles = (len(prefills.chunks), heads.value_heads)
     solved, mixed = (qkv.new_empty((*tiles, *2 * (delta_net.CHUNK,))) for _ in range(2))
@@ -133,9 +133,9 @@ def _decode_delta_rule(
     """Compute some values of one value head for one sequence's token, and update their state.
 
     qkv, ba, states: see kernels.delta_net.decode_delta_rule. o: its result.
-    slots, tokens: see Decodes.
-    a_log, dt_bias: see Decay. lora, adapted: LoRA delta of ba, as lora_operands.operands returns
-        it.
+    slots, tokens: state slot and token of each sequence (Decodes).
+    a_log, dt_bias: see Decay.
+    lora, adapted: LoRA delta of ba, and its number of rows; None: no delta.
     stride, ba_stride: elements of qkv and of ba from token to token. slot_stride: elements of
         states from slot to slot.
     values: number of values that the program computes. All other operands: see Heads.
@@ -297,7 +297,7 @@ def _scan_chunks(
 
     solved, mixed, factors, faded: results of _solve_chunks.
     slots, starts, ends, first_chunks, saves: see Prefills.
-    keys, corrections, decays, counts: see Ring.
+    keys, corrections, decays, counts: tensors of the rings (Ring).
     entries: maximum number of tokens of a ring.
     stages: number of chunks that are loaded at the same time.
     precision: precision of tl.dot for float32 factors.

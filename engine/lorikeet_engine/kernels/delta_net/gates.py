@@ -22,7 +22,7 @@ def gates(
     """Compute g and β of one value head for some tokens.
 
     ba: see kernels.delta_net.decode_delta_rule. a_log, dt_bias: see Decay.
-    lora, adapted: LoRA delta of ba, as lora_operands.operands returns it.
+    lora, adapted: LoRA delta of ba, and its number of rows; None: no delta.
     token, head: indices of the tokens and of the head. stride: elements of ba from token to token.
     inside: mask of the tokens that exist; the results are 0 elsewhere.
     """

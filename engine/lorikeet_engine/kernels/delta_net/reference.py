@@ -56,7 +56,7 @@ def decode_convolution(
     out: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """See kernels.delta_net."""
+    """Convolve one token of each sequence, and update its state: see kernels.delta_net."""
     tokens, slots = _decoded(decodes)
     y = x.new_zeros(x.shape) if out is None else out
     inputs = torch.cat([states[slots], summed(x, lora)[tokens].unsqueeze(1)], dim=1)
@@ -74,7 +74,7 @@ def prefill_convolution(
     out: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """See kernels.delta_net."""
+    """Convolve several tokens of each sequence, and update states: see kernels.delta_net."""
     x = summed(x, lora)
     y = x.new_zeros(x.shape) if out is None else out
     for slot, start, end in _prefilled(prefills):
@@ -97,7 +97,7 @@ def decode_delta_rule(
     out: torch.Tensor | None = None,
     ring: Ring | None = None,
 ) -> torch.Tensor:
-    """See kernels.delta_net."""
+    """Compute the gated delta rule of one token of each sequence: see kernels.delta_net."""
     o = empty_output(qkv, heads) if out is None else out
     operands = _operands(qkv, summed(ba, lora), decay, heads)
     decode_recurrence(operands, states, decodes, o, ring)
@@ -115,7 +115,7 @@ def prefill_delta_rule(
     out: torch.Tensor | None = None,
     ring: Ring | None = None,
 ) -> torch.Tensor:
-    """See kernels.delta_net."""
+    """Compute the gated delta rule of several tokens of each sequence: see kernels.delta_net."""
     o = empty_output(qkv, heads) if out is None else out
     operands = _operands(qkv, summed(ba, lora), decay, heads)
     prefill_recurrence(operands, states, prefills, o, ring)

@@ -61,7 +61,7 @@ def add_tokens(
     """Return a state s after the tokens in its ring.
 
     s [values, key_dim] float32: rows `value` of the state of a slot and a value head.
-    keys, corrections, decays, counts: see Ring.
+    keys, corrections, decays, counts: tensors of the rings (Ring).
     entries: maximum number of tokens of a ring.
     All other operands: see Heads.
     """
@@ -115,10 +115,10 @@ def _decode_with_ring(
     If the ring is full, the token and those of the ring are added to the state instead.
 
     qkv, ba, states: see kernels.delta_net.decode_delta_rule. o: its result.
-    slots, tokens: see Decodes.
+    slots, tokens: state slot and token of each sequence (Decodes).
     a_log, dt_bias: see Decay.
-    lora, adapted: LoRA delta of ba, as lora_operands.operands returns it.
-    keys, corrections, decays, counts: see Ring.
+    lora, adapted: LoRA delta of ba, and its number of rows; None: no delta.
+    keys, corrections, decays, counts: tensors of the rings (Ring).
     entries: maximum number of tokens of a ring.
     stride, ba_stride: elements of qkv and of ba from token to token. slot_stride: elements of
     states from slot to slot.

@@ -27,7 +27,7 @@ def store_latents(
     *,
     interleaved: bool,
 ) -> torch.Tensor:
-    """See kernels.latents."""
+    """Normalise latents, rotate shared keys, and write both into KV pages: see kernels.latents."""
     add_lora_delta(y, lora)
     ranks = 0 if norms.queries is None else len(norms.queries), len(norms.keys)
     queries, latents, keys = torch.split(y, [*ranks, y.shape[1] - sum(ranks)], dim=1)
@@ -56,7 +56,7 @@ def absorb_queries(
     *,
     interleaved: bool,
 ) -> torch.Tensor:
-    """See kernels.latents."""
+    """Compute the queries that attend to latents and shared keys: see kernels.latents."""
     add_lora_delta(q, lora)
     plain, turned = q[..., : weight.plain], q[..., weight.plain :]
     absorbed = (plain.transpose(0, 1) @ weight.rows[:, : weight.plain]).transpose(0, 1)
@@ -69,7 +69,7 @@ def absorb_queries(
 def expand_outputs(
     mixed: torch.Tensor, weight: AbsorbedWeight, step: LoraStep | None
 ) -> torch.Tensor:
-    """See kernels.latents."""
+    """Compute each head's output from its mix of latents: see kernels.latents."""
     values = weight.rows[:, weight.plain :].mT
     expanded = (mixed.transpose(0, 1) @ values).transpose(0, 1).contiguous()
     for rows, a, b in _adapters(weight, step):

@@ -28,7 +28,7 @@ _IDS = tl.constexpr(2**32 - 1)
 
 
 def likeliest(logits: torch.Tensor, wanted: torch.Tensor, most: int) -> LogprobRows:
-    """See kernels.log_softmax."""
+    """Find the most likely tokens of some rows of logits: see kernels.log_softmax."""
     rows, vocab = len(wanted), logits.shape[1]
     chunks = triton.cdiv(vocab, _CHUNK.value)
     parts = logits.new_empty((rows, 2, chunks), dtype=torch.float32)
@@ -46,7 +46,7 @@ def likeliest(logits: torch.Tensor, wanted: torch.Tensor, most: int) -> LogprobR
 def set_given(
     found: LogprobRows, logits: torch.Tensor, wanted: torch.Tensor, tokens: torch.Tensor
 ) -> None:
-    """See kernels.log_softmax."""
+    """Set the log probability of each row's given token: see kernels.log_softmax."""
     vocab, width = logits.shape[1], found.packed.shape[1]
     _set_given[(len(wanted),)](
         logits, wanted, tokens, found.norms, found.packed, width, vocab, num_warps=1
@@ -56,7 +56,7 @@ def set_given(
 def set_rank(
     found: LogprobRows, logits: torch.Tensor, wanted: torch.Tensor, tokens: torch.Tensor
 ) -> None:
-    """See kernels.log_softmax."""
+    """Set the rank of each row's given token: see kernels.log_softmax."""
     vocab, width = logits.shape[1], found.packed.shape[1]
     _set_rank[(len(wanted),)](logits, wanted, tokens, found.packed, width, vocab, num_warps=8)
 

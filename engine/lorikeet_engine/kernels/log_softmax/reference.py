@@ -9,7 +9,7 @@ _GROUP = 64  # neighbouring tokens
 
 
 def likeliest(logits: torch.Tensor, wanted: torch.Tensor, most: int) -> LogprobRows:
-    """See kernels.log_softmax."""
+    """Find the most likely tokens of some rows of logits: see kernels.log_softmax."""
     x = logits[wanted[:, ROW]].float()
     best = x.amax(dim=-1, keepdim=True)
     log_sum = ((x - best) * _scales(wanted)).logsumexp(dim=-1, keepdim=True)
@@ -25,7 +25,7 @@ def likeliest(logits: torch.Tensor, wanted: torch.Tensor, most: int) -> LogprobR
 def set_given(
     found: LogprobRows, logits: torch.Tensor, wanted: torch.Tensor, tokens: torch.Tensor
 ) -> None:
-    """See kernels.log_softmax."""
+    """Set the log probability of each row's given token: see kernels.log_softmax."""
     rows = wanted[:, ROW]
     given = logits[rows, tokens[rows].clamp(min=0)].float().unsqueeze(1)
     found.packed[:, :1] = _logprobs(given, found.norms, wanted)
@@ -34,7 +34,7 @@ def set_given(
 def set_rank(
     found: LogprobRows, logits: torch.Tensor, wanted: torch.Tensor, tokens: torch.Tensor
 ) -> None:
-    """See kernels.log_softmax."""
+    """Set the rank of each row's given token: see kernels.log_softmax."""
     rows = wanted[:, ROW]
     x, chosen = logits[rows].float(), tokens[rows].clamp(min=0).unsqueeze(1)
     given, ids = x.gather(1, chosen), torch.arange(x.shape[-1], device=x.device)

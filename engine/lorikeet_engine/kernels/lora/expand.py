@@ -130,12 +130,15 @@ def _expand_few(
     """Compute LoRA's delta for one or two tokens and a block of columns of one slice.
 
     v, delta, widths, add: see `expand`; widths are the group's d_outs.
-    arena, table: see LoraWeights. tiles: Tiles.rows. parts: number of parts of v, which are summed
-        first.
+    arena, table: the adapters' weights, and where each begins (LoraWeights).
+    tiles: slot and tokens of each tile (Tiles.rows).
+    parts: number of parts of v, which are summed first.
     slot_stride, layer_stride: strides of the table.
     first_linear: index of the group's first linear in the table.
-    vectors: see LoraWeights; None: not to be applied. vectors_of_slot, vectors_of_layer: strides.
-    members, member_weights: see LoraWeights; None: a step without compositions.
+    vectors: where each linear's gain and bias begin in the arena; None: not to be applied.
+    vectors_of_slot, vectors_of_layer: strides.
+    members, member_weights: adapters of each composition (a weighted sum of adapters), and their
+        weights; None: a step without compositions.
     after_shrink: whether the kernel is launched before `shrink` ends, and waits for it.
     block_parts, block_rank, block_out: parts, ranks and columns computed at once.
     more_ranks: whether adapters may have more than block_rank ranks.
@@ -296,12 +299,15 @@ def _expand(
     """Compute LoRA's delta for a tile of tokens and some blocks of columns of one slice.
 
     v, delta, widths, add: see `expand`; widths are the group's d_outs.
-    arena, table: see LoraWeights. tiles: Tiles.rows. parts: number of parts of v, which are summed
-        first.
+    arena, table: the adapters' weights, and where each begins (LoraWeights).
+    tiles: slot and tokens of each tile (Tiles.rows).
+    parts: number of parts of v, which are summed first.
     slot_stride, layer_stride: strides of the table.
     first_linear: index of the group's first linear in the table.
-    vectors: see LoraWeights; None: not to be applied. vectors_of_slot, vectors_of_layer: strides.
-    members, member_weights: see LoraWeights; None: a step without compositions.
+    vectors: where each linear's gain and bias begin in the arena; None: not to be applied.
+    vectors_of_slot, vectors_of_layer: strides.
+    members, member_weights: adapters of each composition (a weighted sum of adapters), and their
+        weights; None: a step without compositions.
     after_shrink: whether the kernel is launched before `shrink` ends, and waits for it.
     block_parts, block_rank, block_out: parts, ranks and columns computed at once.
     more_ranks: whether adapters may have more than block_rank ranks.

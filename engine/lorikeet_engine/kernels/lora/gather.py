@@ -90,11 +90,14 @@ def _gather(
 
     Ranks are gathered some at a time, so nothing is gathered for an adapter of rank 0.
 
-    token_ids, v, y: see `gather`. arena, table: see LoraWeights. tiles: Tiles.rows.
+    token_ids, v, y: see `gather`.
+    arena, table: the adapters' weights, and where each begins (LoraWeights).
+    tiles: slot and tokens of each tile (Tiles.rows).
     slot_stride, layer_stride: strides of the table.
     linear, rows_linear: indices in the table of the embeddings and of the trained embedding rows.
     hidden: width of an embedding.
-    members, member_weights: see LoraWeights; None: a step without compositions.
+    members, member_weights: adapters of each composition (a weighted sum of adapters), and their
+        weights; None: a step without compositions.
     """
     slot, start, length = tile_at(tiles, tl.program_id(0))
     if (length == 0) | (slot < 0):

@@ -109,10 +109,14 @@ def _shrink(
     beyond an adapter's rank end at once. In a prefill a block holds all columns of most adapters,
     so that x is read once.
 
-    x, v: see `shrink`. arena, table: see LoraWeights. tiles: Tiles.rows. split: inputs of a part.
+    x, v: see `shrink`.
+    arena, table: the adapters' weights, and where each begins (LoraWeights).
+    tiles: slot and tokens of each tile (Tiles.rows).
+    split: inputs of a part.
     slot_stride, layer_stride: strides of the table.
     first_linear: index of the group's first linear in the table.
-    members, member_weights: see LoraWeights; None: a step without compositions.
+    members, member_weights: adapters of each composition (a weighted sum of adapters), and their
+        weights; None: a step without compositions.
     upcast: whether to multiply in float32. early_expand: whether `expand` is launched before this
         kernel ends.
     one_slice: whether a block holds ranks of one slice.

@@ -49,9 +49,11 @@ def _place_logits(
 ) -> None:
     """Overwrite logits of trained tokens for one tile of rows, some trained tokens at a time.
 
-    v: result of `shrink`; its parts are summed first. arena, table: see LoraWeights.
+    v: result of `shrink`; its parts are summed first.
+    arena, table: the adapters' weights, and where each begins (LoraWeights).
     slot_stride, layer_stride: strides of the table.
-    tiles: Tiles.rows. linear: index of the trained head rows in the table.
+    tiles: slot and tokens of each tile (Tiles.rows).
+    linear: index of the trained head rows in the table.
     block_rows: number of trained tokens computed at once.
     """
     slot, start, length = tile_at(tiles, tl.program_id(0))

@@ -41,7 +41,7 @@ def decode_scan(
     out: torch.Tensor | None = None,
     ring: Ring | None = None,
 ) -> torch.Tensor:
-    """See kernels.mamba."""
+    """Compute the scan of one token of each sequence, and update its state: see kernels.mamba."""
     assert fits_gpu(heads), heads
     y = checked_output(xbc, dt, states, heads, lora, out)
     values, entries = gcd(_DECODED, heads.value_dim), 0 if ring is None else ring.decays.shape[2]
@@ -64,7 +64,7 @@ def prefill_scan(
     out: torch.Tensor | None = None,
     ring: Ring | None = None,
 ) -> torch.Tensor:
-    """See kernels.mamba."""
+    """Compute the scan of several tokens of each sequence, and update states: see kernels.mamba."""
     assert fits_gpu(heads), heads
     y = checked_output(xbc, dt, states, heads, lora, out)
     values, entries = gcd(_VALUES, heads.value_dim), 0 if ring is None else ring.decays.shape[2]
@@ -95,7 +95,7 @@ def _steps(
     """Compute δ and g of one head for some tokens.
 
     dt: see kernels.mamba.decode_scan. a_log, dt_bias: see Scan. least, most: Scan.time_limits.
-    lora, adapted: LoRA delta of dt, as lora_operands.operands returns it.
+    lora, adapted: LoRA delta of dt, and its number of rows; None: no delta.
     token, head: indices of the tokens and of the head. stride: elements of dt from token to token.
     inside: mask of the tokens that exist; the results are 0 elsewhere.
     """
@@ -141,8 +141,8 @@ def _decode_scan(
 
     xbc, dt, states: see kernels.mamba.decode_scan. y: its result.
     a_log, dt_bias, d: see Scan. least, most: Scan.time_limits.
-    slots, tokens: see Decodes.
-    lora, adapted: LoRA delta of dt, as lora_operands.operands returns it.
+    slots, tokens: state slot and token of each sequence (Decodes).
+    lora, adapted: LoRA delta of dt, and its number of rows; None: no delta.
     keys, corrections, decays, counts: see Ring; they hold B, δ x and g.
     stride, dt_stride: elements of xbc and of dt from token to token. slot_stride: elements of
         states from slot to slot.

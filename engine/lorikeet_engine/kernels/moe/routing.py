@@ -62,7 +62,7 @@ def choose(
 
     logits, per_token, normalised, factors: see kernels.moe.route. chosen, weights: see
         choose_experts.
-    lora, adapted: the logits' LoRA delta, as lora_operands.operands returns it.
+    lora, adapted: the logits' LoRA delta, and its number of rows; None: no delta.
     bias, scale, groups, kept_groups: see Sigmoids; bias None: weights are of a softmax, scale is 1,
         and there is one group.
     block, pair_block: `experts` and `per_token`, rounded up to powers of two.

@@ -16,7 +16,7 @@ _PENALTIES, _IN_OUTPUT = tl.constexpr(penalties.PENALTIES), tl.constexpr(penalti
 def penalise(
     logits: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor, state: PenaltyState
 ) -> torch.Tensor:
-    """See kernels.penalties."""
+    """Copy rows of logits, and apply penalties and biases to the copies: see kernels.penalties."""
     vocab = logits.shape[1]
     changed = logits.new_empty((len(rows), vocab), dtype=torch.float32)
     _penalise[(len(rows), triton.cdiv(vocab, _TOKENS))](

@@ -154,7 +154,7 @@ def _add_rms_norm(
 
     x, delta, weight, eps, scale, delta_weight, factor: see kernels.pointwise.add_rms_norm. y:
         result.
-    lora, adapted: LoRA delta of `delta`, as lora_operands.operands returns it.
+    lora, adapted: LoRA delta of `delta`, and its number of rows; None: no delta.
     addresses, epochs, rank, world, most_rows: result of sum_over_ranks.exchange_operands.
     rounded_y, scales: FP8 rows and scales of the result; None: it is not rounded.
     block: `width` rounded up to a power of two. largest, least_scale: see fp8.fused.store_rounded.

@@ -87,8 +87,8 @@ def _mean_squares(
     """Compute the mean square of one token's queries, or of its keys, divided by `processes`.
 
     qkv, processes: see kernels.pointwise.mean_squares; means: its result.
-    lora, adapted: LoRA delta of qkv, as lora_operands.operands returns it. token_stride: elements
-        of qkv from token to token.
+    lora, adapted: LoRA delta of qkv, and its number of rows; None: no delta.
+    token_stride: elements of qkv from token to token.
     queries, keys: elements of all queries, and of all keys, of a token.
     """
     token = tl.program_id(0).to(tl.int64)
@@ -176,7 +176,7 @@ def _rotary_and_store_kv(
 
     qkv, cos, sin, query_gain, layer_kv, slots, interleaved, spans_head, keys_are_values: see
         kernels.pointwise.rotary_and_store_kv.
-    lora, adapted: LoRA delta of qkv, as lora_operands.operands returns it.
+    lora, adapted: LoRA delta of qkv, and its number of rows; None: no delta.
     query_weight, key_weight, eps, mean_squares: see QkNorm; without a norm, the weights are None.
     whole: whether all heads together are normalised, instead of each head.
     norms_values: whether values are normalised, without a weight.

@@ -32,7 +32,7 @@ _NO_WEIGHT = tl.constexpr(-46.0)  # an exponent whose weight is 0, with a margin
 def draw_tokens(
     logits: torch.Tensor, best: torch.Tensor, tokens: torch.Tensor, draws: torch.Tensor
 ) -> None:
-    """See kernels.sampling."""
+    """Draw a token for each row of `draws`, and write it to `tokens`: see kernels.sampling."""
     rows, vocab = len(draws), logits.shape[1]
     chunks = triton.cdiv(vocab, _CHUNK.value)
     sums = logits.new_empty((rows, 2, chunks), dtype=torch.int64)

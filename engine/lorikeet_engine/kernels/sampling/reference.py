@@ -21,7 +21,7 @@ _64_BITS = (1 << 64) - 1
 def draw_tokens(
     logits: torch.Tensor, best: torch.Tensor, tokens: torch.Tensor, draws: torch.Tensor
 ) -> None:
-    """See kernels.sampling."""
+    """Draw a token for each row of `draws`, and write it to `tokens`: see kernels.sampling."""
     rows = draws[:, ROW]
     x = logits[rows].float()
     weights = _weights(x, best[rows].float(), draws[:, SCALE].to(torch.int32).view(torch.float32))
