@@ -40,7 +40,7 @@ class AttentionShape:
     windows: window in tokens of each group of layers that share KV pages, None for no window;
         groups with the same window are neighbours.
     soft_cap: c in c · tanh(s / c), applied to attention scores s before the softmax; None: no cap.
-    sinks: whether `attend` is called with sinks.
+    sinks: whether `attend` is called with sinks, one more logit in each head's softmax.
     long_contexts: whether kernels for prompts that attend to many tokens are worth a minute of
         compiling.
     scale: factor of attention scores; None: 1 / √head_dim.
@@ -68,12 +68,12 @@ class AttentionShape:
 
     @property
     def value_dim(self) -> int:
-        """Elements of a value's head."""
+        """Number of elements of a head's value."""
         return self.latent or self.head_dim
 
     @property
     def tail(self) -> int:
-        """Elements of a key that are not its value, if the others are; 0 without latent."""
+        """Number of elements of a key after its value, in latent attention; else 0."""
         return self.head_dim - self.value_dim
 
 
@@ -118,7 +118,11 @@ class PageTable:
 
 
 class PagedSequences(Protocol):
-    """Fields of a batch that attention reads. Implemented by Batch (models/batch.py)."""
+    """Fields of a batch that attention reads. Implemented by Batch (models/batch.py).
+
+    query_starts [sequences + 1]: index of each sequence's first query token, and their number.
+    page_tables: KV pages of the sequences, for each group of layers.
+    """
 
     @property
     def query_starts(self) -> npt.NDArray[np.int32]: ...  # noqa: D102
