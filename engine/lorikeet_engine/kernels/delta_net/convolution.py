@@ -116,6 +116,7 @@ def _decode_convolution(
     slots, tokens: state slot and token of each sequence (Decodes).
     lora, adapted: LoRA delta of x, and its number of rows; None: no delta.
     stride: elements of x from token to token. slot_stride: elements of states from slot to slot.
+    width: number of inputs of a sum.
     block: number of channels of a block.
     """
     row = tl.program_id(0).to(tl.int64)
@@ -166,7 +167,10 @@ def _prefill_convolution(
 
     The program of a sequence's first chunk also replaces the sequence's state by the new one.
 
-    slots, starts, ends, chunks, saves: see Prefills. All other operands: see _decode_convolution.
+    slots, starts, ends: state slot, first token and end of each sequence (Prefills).
+    chunks, saves: sequence and first token of each chunk, and slot for a copy of the state after
+        it.
+    All other operands: see _decode_convolution.
     """
     sequence = tl.load(chunks + 2 * tl.program_id(0))
     if sequence < 0:

@@ -215,10 +215,15 @@ def _solve_chunks(
 ) -> None:
     """Compute T and other operands of _scan_chunks for one value head of one chunk.
 
-    See the module's docstring.
+    The module's docstring defines T, D and γ, the sum of g since the chunk's start.
 
-    solved: T. mixed: (qkᵀ D) T. factors: factors of tokens, see _FACTORS. faded: exp(γ[last]).
-    ends, chunks: see Prefills. precision: precision of tl.dot for float32 factors.
+    solved: T, the inverse of the chunk's triangular system, with columns multiplied by β.
+    mixed: (qkᵀ D) T.
+    factors: [chunks, value_heads, _FACTORS, _CHUNK], factors of each token.
+    faded: exp(γ[last]), the factor of the state from the chunk's start to its end.
+    ends: token after each sequence's last.
+    chunks: sequence and first token of each chunk.
+    precision: precision of tl.dot for float32 factors.
     All other operands: see _decode_delta_rule.
     """
     chunk, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -296,7 +301,9 @@ def _scan_chunks(
     """Compute some values of one value head for one sequence, chunk after chunk; update the state.
 
     solved, mixed, factors, faded: results of _solve_chunks.
-    slots, starts, ends, first_chunks, saves: see Prefills.
+    slots, starts, ends, first_chunks: state slot, first token, end and first chunk of each
+        sequence.
+    saves: slot to which the state after each chunk is copied; −1: none.
     keys, corrections, decays, counts: tensors of the rings (Ring).
     entries: maximum number of tokens of a ring.
     stages: number of chunks that are loaded at the same time.

@@ -92,9 +92,11 @@ def _steps(
     least: tl.tensor,
     most: tl.tensor,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Compute δ and g of one head for some tokens.
+    """Compute time steps δ, and logarithms of decays g, of one head for some tokens.
 
-    dt: see kernels.mamba.decode_scan. a_log, dt_bias: see Scan. least, most: Scan.time_limits.
+    dt: see kernels.mamba.decode_scan.
+    a_log, dt_bias: weights of each head (Scan).
+    least, most: limits of δ.
     lora, adapted: LoRA delta of dt, and its number of rows; None: no delta.
     token, head: indices of the tokens and of the head. stride: elements of dt from token to token.
     inside: mask of the tokens that exist; the results are 0 elsewhere.
@@ -248,9 +250,9 @@ def _prefill_scan(
 ) -> None:
     """Compute some values of one head for one sequence, chunk after chunk; update the state.
 
-    See the module's docstring.
-
-    slots, starts, ends, first_chunks, saves: see Prefills.
+    slots, starts, ends, first_chunks: state slot, first token, end and first chunk of each
+        sequence.
+    saves: slot to which the state after each chunk is copied; −1: none.
     stages: number of chunks that are loaded at the same time.
     precision: precision of tl.dot for float32 factors. All other operands: see _decode_scan.
     """

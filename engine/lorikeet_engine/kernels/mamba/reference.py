@@ -58,7 +58,7 @@ def prefill_scan(
 def scan_operands(
     xbc: torch.Tensor, dt: torch.Tensor, scan: Scan, heads: Heads
 ) -> tuple[Operands, torch.Tensor]:
-    """Compute the recurrence's operands from those of decode_scan, and d · x."""
+    """Compute the recurrence's operands, and d · x, from the arguments of decode_scan."""
     keys, _, values = heads.widths
     x, b, c = torch.split(wide(xbc), [values, keys, keys], dim=1)
     x = x.view(-1, heads.value_heads, heads.value_dim)
