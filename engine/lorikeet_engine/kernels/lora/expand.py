@@ -20,8 +20,9 @@ def expand(shrunk: UnexpandedDelta, delta: torch.Tensor, *, add: bool = False) -
 
     A slice s is one of the fused linears of the group, such as q in qkv; p is a part of d_in.
 
-    shrunk: its v [tokens, parts, slices, tiles.rank_stride] float32 is the output of `shrink`; with
-      vectors, which need `add`, the sum s becomes (1 + gain) · s + bias
+    shrunk: its v [tokens, parts, slices, tiles.rank_stride] float32 is the output of `shrink`; if
+      it has vectors, an adapter's gain and bias of outputs, `add` must be true, and each sum s
+      becomes (1 + gain) · s + bias
     B(t, s) [d_out, rank], with LoRA's scaling inside
     delta [tokens, sum(d_outs)]: written in place, for tokens with an adapter only; zeros in slices
       where the adapter has rank 0
@@ -309,6 +310,7 @@ def _expand(
     members, member_weights: adapters of each composition (a weighted sum of adapters), and their
         weights; None: a step without compositions.
     after_shrink: whether the kernel is launched before `shrink` ends, and waits for it.
+    block_tokens: tokens of a tile.
     block_parts, block_rank, block_out: parts, ranks and columns computed at once.
     more_ranks: whether adapters may have more than block_rank ranks.
     blocks: blocks of columns that the program computes one after the other.
@@ -393,6 +395,8 @@ def multiply(
     of_adapter: arena, table, members, member_weights, slot, slot_stride and linear, by which
         composition.ranks_at finds further ranks of a composition.
     column: indices of the columns.
+    part_stride: elements of v from one part to the next.
+    block_parts, block_rank: parts and ranks computed at once.
     All other operands: see _expand.
     """
     arena, table, members, member_weights, slot, slot_stride, linear = of_adapter

@@ -132,12 +132,15 @@ def _shrink(
     arena, table: the adapters' weights, and where each begins (LoraWeights).
     slot_stride, layer_stride: strides of the table.
     first_linear: index of the group's first linear in the table.
+    slices: number of linears of the group.
     v: result [rows, parts, slices, rank_stride] float32.
     pairs, per_token: pair of token and expert of each row; experts of a token (RoutedRows).
     owners: adapter slot and expert of each row (ExpertStep).
     rows: number of rows.
     tile_rows: rows of a tile, at most block_rows. split: inputs of a part.
     upcast: whether to multiply in float32.
+    precision: precision of tl.dot for float32 factors.
+    block_rank, block_in: ranks that the program computes, and inputs read at once.
     """
     part, blocks = tl.program_id(0), rank_stride // block_rank
     index = tl.program_id(1) // blocks
@@ -222,11 +225,15 @@ def _expand(
     owners: adapter slot and expert of each row (ExpertStep).
     slot_stride, layer_stride: strides of the table.
     first_linear: index of the group's first linear in the table.
+    slices: number of linears of the group.
     pairs, row_of: pair of token and expert of each row, and row of each pair (RoutedRows).
     per_token: experts of a token.
     rows: number of rows. gathered: see _shrink.
     tile_rows: rows of a tile, at most block_rows. width: outputs of a slice.
-    parts: number of parts of v, which are summed first. upcast: whether to multiply in float32.
+    parts: number of parts of v, which are summed first.
+    upcast: whether to multiply in float32.
+    precision: precision of tl.dot for float32 factors.
+    block_rank, block_out: ranks and columns computed at once.
     """
     blocks = tl.cdiv(width, block_out)
     index = tl.program_id(0) // blocks

@@ -29,7 +29,7 @@ def shrink(
     """Compute v with Σ_p v[t, p, s, k] = A(t, s)[k] · x[t], for token t's adapter.
 
     p is a part of d_in, k a rank, and s a slice: one of the fused linears, such as q in qkv. For a
-    composition, v is multiplied by the weight of the rank's adapter.
+    composition, a weighted sum of adapters, v is multiplied by the weight of the rank's adapter.
 
     x [tokens, d_in]
     A(t, s) [rank, d_in]
@@ -120,8 +120,11 @@ def _shrink(
     upcast: whether to multiply in float32. early_expand: whether `expand` is launched before this
         kernel ends.
     one_slice: whether a block holds ranks of one slice.
-    block_columns: columns of a block. wide_columns: columns of a block in a prefill, for an adapter
-        with more ranks than block_columns.
+    block_columns: columns of a block.
+    block_tokens, block_in: tokens of a tile, and inputs read at once.
+    slices: number of linears of the group.
+    wide_columns: columns of a block of one slice, for an adapter with more ranks than
+        block_columns.
     """
     if early_expand:
         tl.extra.cuda.gdc_launch_dependents()
