@@ -46,10 +46,10 @@ ExpertWeight = torch.Tensor | Fp8Rows | Mxfp4Experts
 
 @dataclass(frozen=True, slots=True)
 class Clamp:
-    """Constants of clamped_swiglu.
+    """Constants of the activation clamped_swiglu, (u + 1) · g · sigmoid(alpha · g).
 
-    alpha: factor of gates in the sigmoid.
-    limit: largest gate, and largest magnitude of the values that are gated.
+    alpha: factor of gates g in the sigmoid.
+    limit: largest gate g, and largest magnitude of the values u that are gated.
     """
 
     alpha: float
@@ -58,7 +58,7 @@ class Clamp:
 
 @dataclass(frozen=True, slots=True)
 class Sigmoids:
-    """Weights of experts by sigmoids of their logits, instead of a softmax.
+    """Constants of routing by sigmoids of the experts' logits, instead of a softmax.
 
     bias [experts] float32: added to the sigmoids by which experts are chosen, not to weights.
     scale: factor of all weights.
@@ -78,6 +78,7 @@ class ClampedBiases:
     """Biases of experts whose activation is clamped_swiglu.
 
     gate_up [experts, 2 · width], down [experts, hidden], contiguous; down None: no biases.
+    clamp: constants of clamped_swiglu.
     """
 
     clamp: Clamp
@@ -103,6 +104,7 @@ def route(
 
     logits [tokens, experts], contiguous
     lora: LoRA delta that is added to the logits; None: no adapter
+    sigmoids: constants of weights by sigmoids; None: softmax
     factors [experts] float32: factor of each expert's weight, last; None: 1
     """
     operator = _operators(logits.device.type).route

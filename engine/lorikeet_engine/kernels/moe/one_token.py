@@ -40,6 +40,7 @@ def gate_up_of(
     x [1, d_in]
     weight [experts, d_out, d_in]
     chosen [1, per_token] int32: the token's experts
+    config: launch parameters
     gelu: GELU instead of SiLU
     biases: biases and clamp of clamped_swiglu, which then replaces act_and_mul
     squared_relu: squared ReLU instead of act_and_mul; there are no gates
