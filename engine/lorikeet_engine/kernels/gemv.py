@@ -24,6 +24,7 @@ class GemvConfig:
     stages: number of tiles that are loaded at the same time.
     programs: number of persistent programs, which share all rows of the weight and prefetch their
         next rows; tiles then have whole rows. 0: a program computes `rows` rows and ends.
+    warps: see triton.Config.
     """
 
     rows: int
@@ -270,7 +271,7 @@ def _store(
     gelu: tl.constexpr,
     rows: tl.constexpr,
 ) -> None:
-    """Finish and store a tile of the product: scales of rows, bias, activation if gated.
+    """Finish and store a tile of the product: apply row scales, bias and, if gated, activation.
 
     out: the tile's sums.
     tile: index of the tile.

@@ -44,7 +44,7 @@ UNTUNED = ProductConfig(block_out=64, block_in=128, split=1, warps=4, stages=4)
 
 
 def product_config(weight: Fp8Rows, tokens: int, device: torch.device) -> ProductConfig | None:
-    """Return the launch parameters for a weight [d_out, d_in]; None if cuBLASLt multiplies it.
+    """Return the launch parameters for a weight [d_out, d_in]; None if cuBLASLt multiplies by it.
 
     tokens: number of tokens that the weight is multiplied by.
     """
@@ -164,8 +164,8 @@ def _multiply(
     """Compute an output tile, some outputs of some tokens, or its partial sums over some inputs.
 
     Operands: see `multiply`; x_scales, w_scales: scales of its operands tokens and weight.
-    parts: partial sums of all programs. arrived: counters (split_k.arrived). Both None without
-        split-K.
+    parts: partial sums of all programs.
+    arrived: counters of finished programs, one for each output tile. Both None without split-K.
     count: number of tokens.
     even: whether d_in is a multiple of block_in.
     upcast: whether to multiply in float32, as Triton's interpreter must.

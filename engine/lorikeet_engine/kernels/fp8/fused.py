@@ -21,7 +21,7 @@ def linear(
 ) -> torch.Tensor:
     """Compute kernels.fp8.linear, except that a single token is multiplied unrounded.
 
-    Both dimensions of the weight must be multiples of 16.
+    Arguments: see kernels.fp8.linear. Both dimensions of the weight must be multiples of 16.
 
     Sums stay in the tensor cores, with some 14 bits (use_fast_accum): the DeepSeek-V3 report,
     §3.3.2, found errors up to 2% in sums of 4,096 products. If blocks of the weight have scales,
@@ -43,6 +43,7 @@ def multiply(
 
     tokens [tokens, d_in]
     weight: W [d_out, d_in]
+    bias: b [d_out]; None: no bias
     → [tokens, d_out] of dtype
     """
     y: torch.Tensor
@@ -83,7 +84,9 @@ def _multiply_blocks(tokens: Fp8Rows, weight: Fp8Rows, dtype: torch.dtype) -> to
 
 
 def quantize_rows(x: torch.Tensor) -> Fp8Rows:
-    """Round each row of x [rows, width] to FP8 in one launch, as reference.quantize_rows does.
+    """Round x [rows, width] to FP8 in one launch, with a scale for each row.
+
+    A row's largest element becomes the largest FP8 number.
 
     Each row of x must be contiguous.
     """

@@ -105,6 +105,8 @@ def _add_adapters(
 ) -> None:
     """Add Aᵀ·(B_k[h]ᵀ·x) to out in place, or B_v[h]·(A·x), for the adapter of each token.
 
+    B_k[h] and B_v[h] are the rows of B that make head h's key and its value.
+
     x [tokens, heads, plain], out [tokens, heads, kv rank]; of_outputs: x [tokens, heads, kv rank],
       out [tokens, heads, values]
     """
@@ -208,7 +210,12 @@ def _product_at(
     at: tl.tensor,
     inside: tl.tensor,
 ) -> tl.tensor:
-    """Load some elements of a token's product with its LoRA delta, rounded once, as float32."""
+    """Load some elements of a token's product with its LoRA delta, rounded once, as float32.
+
+    y: the product.
+    lora, adapted: its LoRA delta, and its number of rows; None: no delta.
+    at, inside: offsets of the elements in y, and mask of those to load.
+    """
     x = tl.load(y + at, mask=inside, other=0.0).to(tl.float32)
     if lora is not None:
         x += lora_at(lora, adapted, token, at, inside)
@@ -322,8 +329,11 @@ def _add_low_rank(
         is plain + values.
     members, member_weights: adapters of each composition (a weighted sum of adapters), and their
         weights; None: a step without compositions.
-    upcast, precision: whether to multiply in float32, and its precision.
-    block: columns of x and of out at once.
+    upcast: whether to multiply in float32.
+    precision: precision of tl.dot for float32 factors.
+    block_tokens: tokens of a tile.
+    block_rank: ranks multiplied at once.
+    block: columns of x and of out computed at once.
     """
     slot, start, length = tile_at(tiles, tl.program_id(0))
     if (length == 0) | (slot < 0):

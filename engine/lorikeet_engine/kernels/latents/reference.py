@@ -102,7 +102,11 @@ def _normed(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 def _rotated(
     x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interleaved: bool
 ) -> torch.Tensor:
-    """Return x [tokens, heads, rotary] with each pair rotated by its position's angle."""
+    """Return x [tokens, heads, rotary] with each pair rotated by its position's angle.
+
+    cos, sin [tokens, rotary / 2]: cosines and sines of the angles.
+    interleaved: a pair is (2i, 2i + 1), instead of (i, i + rotary / 2).
+    """
     cos, sin, half = cos.unsqueeze(1), sin.unsqueeze(1), cos.shape[-1]
     pairs = x.reshape(*x.shape[:-1], *((half, 2) if interleaved else (2, half)))
     first, second = pairs.float().unbind(-1 if interleaved else -2)

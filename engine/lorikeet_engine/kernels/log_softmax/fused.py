@@ -83,6 +83,7 @@ def _ordered(key: tl.tensor, place: tl.tensor) -> tl.tensor:
     """Combine sort keys and places to int64s that sort by ascending key, then by descending place.
 
     place: column of a row of logits, or index of a group of columns.
+    key: int32 that compares as a logit does.
     """
     return (key.to(tl.int64) << 32) + (place.to(tl.int64) ^ _IDS)
 
@@ -106,7 +107,7 @@ def _sum_chunks_of_exp(
 
     logits, wanted: operands of kernels.log_softmax.likeliest.
     parts: for each row the largest logits of its chunks, then their sums of exponentials.
-    largest: for each row the largest sort key of each group of neighbours.
+    largest: for each row the largest sort key of each group, _GROUP neighbouring columns.
     """
     index, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row = _field(wanted, _ROW)

@@ -53,8 +53,8 @@ def _scales(wanted: torch.Tensor) -> torch.Tensor:
 def _top_ids(logits: torch.Tensor, k: int) -> torch.Tensor:
     """Return ids [rows, k] of the k largest logits [rows, vocab] float32; ties go to the lower id.
 
-    A group of neighbours contains one of the k tokens only if its largest logit is among the k
-    largest of all groups, so few logits are sorted.
+    A group of neighbouring columns contains one of the k tokens only if its largest logit is among
+    the k largest of all groups, so few logits are sorted.
     """
     vocab = logits.shape[-1]
     padded = F.pad(logits, (0, -vocab % _GROUP), value=-torch.inf)

@@ -181,7 +181,7 @@ def _squared_relu(
 ) -> None:
     """Compute some columns of one token's squared ReLU.
 
-    x: see squared_relu.
+    x: input of the activation.
     y: result.
     lora, adapted: LoRA delta of x, and its number of rows; None: no delta.
     """
@@ -263,7 +263,7 @@ def _add_delta(
 ) -> None:
     """Add the LoRA delta to some columns of one token.
 
-    y: see add_delta.
+    y: output of the linear layer.
     lora, adapted: the LoRA delta, and its number of rows; None: no delta.
     """
     token = tl.program_id(0).to(tl.int64)

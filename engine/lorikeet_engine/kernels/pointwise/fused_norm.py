@@ -29,8 +29,9 @@ def add_rms_norm(
 ) -> torch.Tensor:
     """Set x to x + scale · (delta + lora), and return x / sqrt(mean(x²) + eps) · weight.
 
-    Returns x if weight is None. See kernels.pointwise. With an exchange, delta + lora is rounded to
-    x's dtype and summed over ranks before all else.
+    Returns x if weight is None. With delta_weight, the delta is normalised first. With an exchange,
+    delta + lora is rounded to x's dtype and summed over ranks before all else. See
+    kernels.pointwise.
     """
     return _launch_add_rms_norm(
         x, delta, weight, eps, lora, scale, delta_weight, exchange, factor, None
@@ -95,7 +96,8 @@ def _launch_add_rms_norm(
 def _rms_normed(x: tl.tensor, gains: tl.tensor, eps: tl.tensor, width: tl.constexpr) -> tl.tensor:
     """Return the RMS norm of a float32 row x, which must be 0 beyond its width.
 
-    gains: weight of the norm. eps: added to the mean square.
+    gains: weight of the norm, one factor for each column.
+    eps: added to the mean square.
     """
     scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / width + eps)
     return x * scale * gains.to(tl.float32)

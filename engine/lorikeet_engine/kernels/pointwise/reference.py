@@ -155,6 +155,7 @@ def _rms_norm(
     weight: [head_dim] normalises each head, [heads · head_dim] all heads together.
     mean_squares: mean squares over all heads that are normalised together, including those of other
         processes; None: computed from x.
+    eps: added to the mean square.
     """
     rows = x.reshape(len(x), -1, len(weight))
     if mean_squares is None:
