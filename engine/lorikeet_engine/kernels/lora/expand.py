@@ -28,8 +28,9 @@ def expand(shrunk: UnexpandedDelta, delta: torch.Tensor, *, add: bool = False) -
       where the adapter has rank 0
     add: whether to add to delta, which then holds a product, instead of overwriting it
 
-    Sums are float32, rounded once; outside Regime.FEW, v is rounded to the adapter's dtype first.
-    Raises ShapeError.
+    Sums are float32, rounded once; if adapters have more than FEW_TOKENS tokens on average (outside
+    Regime.FEW), v is rounded to the adapter's dtype first. Raises ShapeError if an operand's shape
+    or layout does not fit.
     """
     v, weights, tiles, group = shrunk.v, shrunk.weights, shrunk.tiles, shrunk.group
     check_rows("delta", delta, sum(group.d_outs), weights)
@@ -135,6 +136,7 @@ def _expand_few(
     tiles: slot and tokens of each tile (Tiles.rows).
     parts: number of parts of v, which are summed first.
     slot_stride, layer_stride: strides of the table.
+    rank_stride: columns of v for each linear.
     first_linear: index of the group's first linear in the table.
     vectors: where each linear's gain and bias begin in the arena; None: not to be applied.
     vectors_of_slot, vectors_of_layer: strides.
@@ -304,6 +306,7 @@ def _expand(
     tiles: slot and tokens of each tile (Tiles.rows).
     parts: number of parts of v, which are summed first.
     slot_stride, layer_stride: strides of the table.
+    rank_stride: columns of v for each linear.
     first_linear: index of the group's first linear in the table.
     vectors: where each linear's gain and bias begin in the arena; None: not to be applied.
     vectors_of_slot, vectors_of_layer: strides.

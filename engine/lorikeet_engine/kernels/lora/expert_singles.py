@@ -158,6 +158,7 @@ def _expand(
     per_token: experts of a token.
     gathered: see _shrink.
     slot_stride, layer_stride: strides of the table.
+    rank_stride: columns of v for each linear.
     first_linear: index of the group's first linear in the table.
     slices: number of linears of the group.
     width: outputs of a slice.

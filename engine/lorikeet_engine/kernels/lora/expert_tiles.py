@@ -224,6 +224,7 @@ def _expand(
     arena, table: the adapters' weights, and where each begins (LoraWeights).
     owners: adapter slot and expert of each row (ExpertStep).
     slot_stride, layer_stride: strides of the table.
+    rank_stride: columns of v for each linear.
     first_linear: index of the group's first linear in the table.
     slices: number of linears of the group.
     pairs, row_of: pair of token and expert of each row, and row of each pair (RoutedRows).

@@ -43,7 +43,7 @@ def gather(
     → v [tokens, 1, 1, tiles.rank_stride] float32, undefined for tokens without an adapter, and in
       columns from the adapter's rank on
 
-    Raises ShapeError.
+    Raises ShapeError if an operand's shape or layout does not fit.
     """
     check_group(weights, group)
     check_rows("y", y, rows.d_in, weights)
@@ -95,6 +95,7 @@ def _gather(
     arena, table: the adapters' weights, and where each begins (LoraWeights).
     tiles: slot and tokens of each tile (Tiles.rows).
     slot_stride, layer_stride: strides of the table.
+    rank_stride: columns of v for each linear.
     linear, rows_linear: indices in the table of the embeddings and of the trained embedding rows.
     hidden: width of an embedding.
     members, member_weights: adapters of each composition (a weighted sum of adapters), and their

@@ -153,7 +153,7 @@ def linear_with_lora(
       to y)
 
     The delta is rounded to x's dtype before it is added to y, an additional rounding. Raises
-    ShapeError.
+    ShapeError if an operand's shape or layout does not fit.
     """
     if step is not None and step.tiles is not None and step.segments.has_vectors:
         y, shrunk = linear_and_lora(x, weight, bias, step, layer, group)
@@ -184,7 +184,8 @@ def add_lora(
     x [tokens, d_in]
     y [tokens, sum(d_outs)]
 
-    On CUDA an additional launch lists the tiles of these tokens. Raises ShapeError.
+    On CUDA an additional launch lists the tiles of these tokens. Raises ShapeError if an operand's
+    shape or layout does not fit.
     """
     if y.device.type != "cuda":
         reference.add_lora(y, x, weights, segments, layer, group)

@@ -29,7 +29,7 @@ def add_lora(
 
     Sums are float32; y is rounded once; with vectors twice, for a composition (a weighted sum of
     adapters) once per adapter. Tokens outside every segment, and linears of rank 0 without vectors,
-    keep their y. Raises ShapeError.
+    keep their y. Raises ShapeError if an operand's shape or layout does not fit.
     """
     expand(shrink(x, weights, segments, layer, group), y, weights, segments, layer, group)
     if segments.has_vectors:
@@ -183,7 +183,8 @@ def shrink(
     → v [tokens, slices, segments.max_rank] float32
 
     v is zero for tokens without an adapter, and in columns from the adapter's rank on. The columns
-    of a composition's adapters follow one another, multiplied by their weights. Raises ShapeError.
+    of a composition's adapters follow one another, multiplied by their weights. Raises ShapeError
+    if an operand's shape or layout does not fit.
     """
     if x.dim() != 2 or x.shape[1] != group.d_in:
         raise ShapeError(f"x has shape {tuple(x.shape)}: want [tokens, {group.d_in}]")
@@ -213,7 +214,7 @@ def expand(
     y [tokens, sum(d_outs)]
 
     Sums are float32, rounded once, for a composition once per adapter. Tokens without an adapter
-    keep their y. Raises ShapeError.
+    keep their y. Raises ShapeError if an operand's shape or layout does not fit.
     """
     if y.dim() != 2 or y.shape[1] != sum(group.d_outs):
         raise ShapeError(f"y has shape {tuple(y.shape)}: want [tokens, {sum(group.d_outs)}]")
@@ -230,6 +231,8 @@ def pieces(
 ) -> list[tuple[slice, int, int, int, int, int, float]]:
     """List the LoRA work of a fused linear, one entry for each segment, adapter of the segment and
     linear of rank above 0.
+
+    A segment is a run of tokens of one adapter, or of one composition, a weighted sum of adapters.
 
     An entry is (tokens of the segment, index of the linear in the group, elements of the arena at
     which A and B start, rank, sum of the ranks before it in the composition, weight).

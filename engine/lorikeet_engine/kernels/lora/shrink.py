@@ -36,7 +36,8 @@ def shrink(
     → v [tokens, parts, slices, tiles.rank_stride] float32, undefined for tokens without an adapter,
       and for k from the adapter's rank on
 
-    Products of 16-bit operands are exact, sums are float32. Raises ShapeError.
+    Products of 16-bit operands are exact, sums are float32. Raises ShapeError if an operand's shape
+    or layout does not fit.
     """
     check_group(weights, group)
     check_rows("x", x, group.d_in, weights)
@@ -114,6 +115,7 @@ def _shrink(
     tiles: slot and tokens of each tile (Tiles.rows).
     split: inputs of a part.
     slot_stride, layer_stride: strides of the table.
+    rank_stride: columns of v for each linear.
     first_linear: index of the group's first linear in the table.
     members, member_weights: adapters of each composition (a weighted sum of adapters), and their
         weights; None: a step without compositions.

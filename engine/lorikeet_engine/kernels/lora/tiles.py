@@ -108,12 +108,12 @@ def _list_tiles(
     tile_tokens: tl.tensor,
     block: tl.constexpr,
 ) -> None:
-    """List the tiles of one segment.
+    """List the tiles of one segment, a run of tokens of one adapter.
 
     One more program, after the programs of all segments, lists the tiles of tokens without an
     adapter, then the unused tiles.
 
-    slots, starts, lengths: see Segments.
+    slots, starts, lengths: adapter slot, first token and number of tokens of each segment.
     segments, tokens: number of segments and of tokens in the step.
     rows, total: Tiles.rows and Tiles.tokens, written here.
     capacity: number of tiles to list. tile_tokens: maximum number of tokens of a tile.
@@ -148,7 +148,8 @@ def _list_tiles(
 def tile_at(rows: tl.tensor, tile: tl.tensor) -> tl.tuple:
     """Return (adapter slot int64, first token, number of tokens) of a tile.
 
-    rows: Tiles.rows. tile: index of the tile.
+    rows: the step's tiles (Tiles.rows).
+    tile: index of the tile.
     """
     row = rows + tile * 3
     return tl.load(row).to(tl.int64), tl.load(row + 1), tl.load(row + 2)

@@ -52,6 +52,7 @@ def _place_logits(
     v: result of `shrink`; its parts are summed first.
     arena, table: the adapters' weights, and where each begins (LoraWeights).
     slot_stride, layer_stride: strides of the table.
+    rank_stride: columns of v for each linear.
     tiles: slot and tokens of each tile (Tiles.rows).
     linear: index of the trained head rows in the table.
     block_tokens: number of rows of a tile.
