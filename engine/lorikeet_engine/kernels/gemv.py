@@ -153,8 +153,12 @@ def _gemv(
     x, weight, bias: operands of `gemv`; biased: whether there is a bias.
     scales: scales of an FP8 weight; None for floats.
     high, wide: height and width of the weight's blocks that have scales; wide 0: rows have scales.
-    gated: whether y is the activation act_and_mul of the product. gelu: see gemv_act_and_mul.
-    rows, summed, stages: see GemvConfig. block: columns of the weight read at once.
+    gated: whether y is the activation act_and_mul of the product.
+    gelu: GELU instead of SiLU.
+    rows: rows of a tile of the weight.
+    summed: neighbouring columns that a thread adds up as it reads them.
+    stages: number of tiles that are loaded at the same time.
+    block: columns of the weight read at once.
     shared: whether the program goes on with other elements until none are left.
     """
     first = tl.program_id(0)

@@ -114,8 +114,8 @@ def count_parts(
 def seen_by_each(
     tokens: npt.NDArray[np.integer], kv_lengths: npt.NDArray[np.integer]
 ) -> npt.NDArray[np.int64]:
-    """Return, for each sequence, the number of tokens attended to (costs.seen_tokens), summed over
-    the sequence's last tokens.
+    """Return, for each sequence, the number of tokens that each of its last tokens attends to,
+    added up over these last tokens (costs.seen_tokens).
 
     tokens [sequences]: number of last tokens of each sequence to sum over.
     kv_lengths [sequences]: lengths of the sequences.

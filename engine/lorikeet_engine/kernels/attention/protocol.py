@@ -41,8 +41,8 @@ class AttentionShape:
         groups with the same window are neighbours.
     soft_cap: c in c · tanh(s / c), applied to attention scores s before the softmax; None: no cap.
     sinks: whether `attend` is called with sinks, one more logit in each head's softmax.
-    long_contexts: whether kernels for prompts that attend to many tokens are worth a minute of
-        compiling.
+    long_contexts: whether to compile, which takes a minute, kernels for prompts that attend to many
+        tokens.
     scale: factor of attention scores; None: 1 / √head_dim.
     latent: elements of each key that are its value, too, as in latent attention; 0: values are
         stored beside keys.
@@ -84,8 +84,8 @@ class PageTable:
     starts [sequences + 1]: sequence i has pages[starts[i] : starts[i + 1]].
     pages: page numbers.
     kv_lengths [sequences]: tokens in each sequence's pages. For layers without a window, these are
-        all cached tokens; for layers with a window, the last cached tokens, counted from the first
-        token of a page.
+        all cached tokens; for layers with a window, those from the start of the first page that the
+        window still needs.
     """
 
     starts: npt.NDArray[np.int32]

@@ -197,6 +197,8 @@ def decode_convolution(
 ) -> torch.Tensor:
     """Compute the convolution of one token of each sequence, and update its state in place.
 
+    The result of token t is silu(Σ_j w[j] · x[t − width + 1 + j] + bias), for each channel.
+
     x [tokens, channels], each token contiguous: output of a linear layer
     weight [channels, width], contiguous: w
     states [slots, width − 1, channels] like x, each slot contiguous: the sequence's last inputs, in

@@ -134,7 +134,7 @@ def _decode_delta_rule(
 
     qkv, ba, states: see kernels.delta_net.decode_delta_rule. o: its result.
     slots, tokens: state slot and token of each sequence (Decodes).
-    a_log, dt_bias: see Decay.
+    a_log, dt_bias: weights of the decay (Decay).
     lora, adapted: LoRA delta of ba, and its number of rows; None: no delta.
     stride, ba_stride: elements of qkv and of ba from token to token. slot_stride: elements of
         states from slot to slot.

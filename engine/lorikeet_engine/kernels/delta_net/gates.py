@@ -23,7 +23,7 @@ def gates(
 
     ba [tokens, 2 · value_heads]: b of each value head, then a of each, with β = sigmoid(b) and g =
         −exp(a_log) · softplus(a + dt_bias).
-    a_log, dt_bias: see Decay.
+    a_log, dt_bias: weights of the decay (Decay).
     lora, adapted: LoRA delta of ba, and its number of rows; None: no delta.
     token, head: indices of the tokens and of the head. stride: elements of ba from token to token.
     inside: mask of the tokens that exist; the results are 0 elsewhere.

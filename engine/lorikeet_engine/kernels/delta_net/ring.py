@@ -124,7 +124,7 @@ def _decode_with_ring(
     qkv, ba, states: see kernels.delta_net.decode_delta_rule.
     o: its result.
     slots, tokens: state slot and token of each sequence (Decodes).
-    a_log, dt_bias: see Decay.
+    a_log, dt_bias: weights of the decay (Decay).
     lora, adapted: LoRA delta of ba, and its number of rows; None: no delta.
     keys, corrections, decays, counts: tensors of the rings (Ring).
     entries: maximum number of tokens of a ring.

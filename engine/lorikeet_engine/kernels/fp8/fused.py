@@ -86,9 +86,8 @@ def _multiply_blocks(tokens: Fp8Rows, weight: Fp8Rows, dtype: torch.dtype) -> to
 def quantize_rows(x: torch.Tensor) -> Fp8Rows:
     """Round x [rows, width] to FP8 in one launch, with a scale for each row.
 
-    A row's largest element becomes the largest FP8 number.
-
-    Each row of x must be contiguous.
+    A row's largest element becomes the largest FP8 number. Raises ShapeError if a row of x is not
+    contiguous.
     """
     if x.dim() != 2 or x.stride(1) != 1:
         raise ShapeError(f"x is {tuple(x.shape)} with strides {x.stride()}: want dense rows")
@@ -124,7 +123,7 @@ def _quantize_rows(
     """Round one row of x to FP8, and store it in y and its scale in `scales`.
 
     stride: elements of x from row to row. block: `width` rounded up to a power of two.
-    largest, least_scale: see store_rounded.
+    largest, least_scale: largest FP8 number, and lower bound of a row's scale.
     """
     columns = tl.arange(0, block)
     inside = columns < width

@@ -83,7 +83,7 @@ def store_latents(
     slots [tokens] int64: where to write each token, page · page_size + offset; −1: nowhere
     lora: LoRA delta of y, added to y
     scales: for FP8 layer_kv, whose numbers are divided by scales.key
-    interleaved: see kernels.pointwise.rotary_and_store_kv
+    interleaved: rotate the pairs (2i, 2i + 1) of a key, instead of (i, i + rotary / 2)
     → [tokens, query rank] like y: normalised inputs of q_b_proj
     """
     queries: torch.Tensor = _operators(y.device.type).store_latents(

@@ -158,7 +158,10 @@ def _store_latents(
 
     y, queries, cos, sin, layer_kv, slots, interleaved: see kernels.latents.store_latents.
     lora, adapted: LoRA delta of y, and its number of rows; None: no delta.
-    query_weight, kv_weight, eps: see LatentNorms. inverse: 1 / scale of FP8 pages; None: not FP8.
+    query_weight, kv_weight: weights of the norms of both latents.
+    eps: added to mean squares.
+    query_rank, kv_rank: widths of both latents.
+    inverse: 1 / scale of FP8 pages; None: not FP8.
     half: half of the shared key's width.
     query_block, kv_block, half_block: widths rounded up to powers of two.
     """
@@ -263,8 +266,11 @@ def _turn_queries(
 
     q, absorbed, cos, sin, interleaved: argument and result of kernels.latents.absorb_queries.
     lora, adapted: LoRA delta of q, and its number of rows; None: no delta.
-    half: half of the width that is rotated. plain_block, half_block: widths rounded up to powers of
-        two. block_heads: heads of the program.
+    plain: elements of a head's query that are not rotated.
+    kv_rank: width of a latent.
+    half: half of the width that is rotated.
+    plain_block, half_block: widths rounded up to powers of two.
+    block_heads: heads of the program.
     """
     token = tl.program_id(0).to(tl.int64)
     head = (tl.program_id(1) * block_heads + tl.arange(0, block_heads))[:, None]

@@ -140,7 +140,8 @@ def _find_likeliest(
 
     logits, wanted, most: operands of kernels.log_softmax.likeliest.
     parts, largest: results of _sum_chunks_of_exp.
-    norms, packed: the tensors of LogprobRows, written here.
+    norms, packed: sums of exponentials, and tokens with log probabilities (LogprobRows); written
+        here.
     chunks_block: `chunks` rounded up to a power of two.
     """
     index = tl.program_id(0).to(tl.int64)

@@ -42,8 +42,9 @@ class Scan:
 
 
 def fits_gpu(heads: Heads) -> bool:
-    """Whether the scan has CUDA kernels for these heads: for B of 16, 32, 64 and so on elements,
-    and multiples of 16 values of a head.
+    """Whether the scan has CUDA kernels for these heads.
+
+    It has, if key_dim is a power of two of at least 16, and value_dim a multiple of 16.
     """
     return heads.key_dim >= 16 and heads.key_dim.bit_count() == 1 and heads.value_dim % 16 == 0
 

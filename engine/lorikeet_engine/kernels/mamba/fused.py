@@ -142,7 +142,8 @@ def _decode_scan(
     """Compute some values of one head for one sequence's token; update their state or the ring.
 
     xbc, dt, states: see kernels.mamba.decode_scan. y: its result.
-    a_log, dt_bias, d: see Scan. least, most: Scan.time_limits.
+    a_log, dt_bias, d: weights of each head (Scan).
+    least, most: limits of the time step δ.
     slots, tokens: state slot and token of each sequence (Decodes).
     lora, adapted: LoRA delta of dt, and its number of rows; None: no delta.
     keys, corrections, decays, counts: see Ring; they hold B, δ x and g.

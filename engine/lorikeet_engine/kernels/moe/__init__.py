@@ -77,7 +77,8 @@ class Sigmoids:
 class ClampedBiases:
     """Biases of experts whose activation is clamped_swiglu.
 
-    gate_up [experts, 2 · width], down [experts, hidden], contiguous; down None: no biases.
+    gate_up [experts, 2 · width], down [experts, hidden], contiguous; down None: the output gets no
+    biases.
     clamp: constants of clamped_swiglu.
     """
 
@@ -195,6 +196,7 @@ def experts_of_one(
     gate_up [experts, 2 · width, hidden], contiguous
     down [experts, hidden, width], contiguous
     logits, lora, per_token, normalised, factors, sigmoids: as for `route`
+    biases: biases and clamp of clamped_swiglu, which then replaces act_and_mul
     gelu: GELU instead of SiLU
     squared_relu: squared ReLU instead of act_and_mul; gate_up is [experts, width, hidden]
     → [1, hidden] like x

@@ -124,7 +124,8 @@ def _products(
     pairs, starts: pair of token and expert of each row, and first row of each expert.
     per_token: experts of a token.
     expert_block: `experts` rounded up to a power of two.
-    block_rows, block_outputs, block_inputs: see TileConfig.
+    block_rows, block_outputs: size of an output tile.
+    block_inputs: inputs read at once.
     """
     expert, first_row, end = tile_at(tl.program_id(0), starts, experts, expert_block, block_rows)
     if expert >= experts:

@@ -127,7 +127,7 @@ def _gate_up_mxfp4(
 
     x, chosen: see gate_up_of; y: its result.
     words, scales: codes and scales of the weight (Mxfp4Experts).
-    biases, alpha, limit: see one_token.bias_arguments.
+    biases, alpha, limit: biases of gate_up and constants of clamped_swiglu (Clamp).
     upcast: whether to multiply in float32.
     """
     tile, index = tl.program_id(0), tl.program_id(1)

@@ -41,7 +41,7 @@ def _penalise(
     """Apply penalties and biases to a block of tokens of one row.
 
     logits, rows, slots: operands of kernels.penalties.penalise.
-    seen, biases, penalties: see PenaltyState.
+    seen, biases, penalties: counts of tokens, biases and penalties of all slots (PenaltyState).
     changed: output, the rows of logits after penalties and biases. block: number of tokens of a
         block.
     """

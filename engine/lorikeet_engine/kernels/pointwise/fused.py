@@ -233,7 +233,8 @@ def _act_and_mul_fp8(
     """Compute one token's activation, then read it again from the cache and round it to FP8.
 
     Operands: see act_and_mul and _gated. y: activation. rounded_y, scales: its FP8 rows and scales.
-    block: number of columns computed at once. largest, least_scale: see fp8.fused.scale_of.
+    block: number of columns computed at once.
+    largest, least_scale: largest FP8 number, and lower bound of a row's scale.
     """
     token = tl.program_id(0).to(tl.int64)
     most = tl.zeros((block,), tl.float32)

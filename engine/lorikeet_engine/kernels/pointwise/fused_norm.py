@@ -157,9 +157,11 @@ def _add_rms_norm(
     x, delta, weight, eps, scale, delta_weight, factor: see kernels.pointwise.add_rms_norm. y:
         result.
     lora, adapted: LoRA delta of `delta`, and its number of rows; None: no delta.
-    addresses, epochs, rank, world, most_rows: result of sum_over_ranks.exchange_operands.
+    addresses, epochs, rank, world, most_rows: memory of a sum over ranks
+        (sum_over_ranks.exchange_operands); addresses None: there is one rank.
     rounded_y, scales: FP8 rows and scales of the result; None: it is not rounded.
-    block: `width` rounded up to a power of two. largest, least_scale: see fp8.fused.store_rounded.
+    block: `width` rounded up to a power of two.
+    largest, least_scale: largest FP8 number, and lower bound of a row's scale.
     """
     columns = tl.arange(0, block)
     inside = columns < width
