@@ -69,7 +69,7 @@ class Heads:
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
-        """(key_heads, value_heads, key_dim, value_dim), in the order in which kernels take them."""
+        """key_heads, value_heads, key_dim and value_dim, as kernels take them."""
         return self.key_heads, self.value_heads, self.key_dim, self.value_dim
 
     @property

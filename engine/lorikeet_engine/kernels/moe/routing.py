@@ -60,8 +60,8 @@ def choose(
 ) -> None:
     """Choose one token's experts, and compute the weight of each.
 
-    logits, per_token, normalised, factors: see kernels.moe.route. chosen, weights [tokens,
-        per_token]: experts of each token and their weights, written here.
+    logits, per_token, normalised, factors: see kernels.moe.route.
+    chosen, weights [tokens, per_token]: experts of each token and their weights, written here.
     lora, adapted: the logits' LoRA delta, and its number of rows; None: no delta.
     bias, scale, groups, kept_groups: fields of Sigmoids; bias None: weights are of a softmax, scale
         is 1, and there is one group.
