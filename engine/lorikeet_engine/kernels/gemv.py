@@ -24,6 +24,7 @@ class GemvConfig:
     stages: number of tiles that are loaded at the same time.
     programs: number of persistent programs, which share all rows of the weight and prefetch their
         next rows; tiles then have whole rows. 0: a program computes `rows` rows and ends.
+    warps: see triton.Config.
     """
 
     rows: int
@@ -152,8 +153,12 @@ def _gemv(
     x, weight, bias: operands of `gemv`; biased: whether there is a bias.
     scales: scales of an FP8 weight; None for floats.
     high, wide: height and width of the weight's blocks that have scales; wide 0: rows have scales.
-    gated: whether y is the activation act_and_mul of the product. gelu: see gemv_act_and_mul.
-    rows, summed, stages: see GemvConfig. block: columns of the weight read at once.
+    gated: whether y is the activation act_and_mul of the product.
+    gelu: GELU instead of SiLU.
+    rows: rows of a tile of the weight.
+    summed: neighbouring columns that a thread adds up as it reads them.
+    stages: number of tiles that are loaded at the same time.
+    block: columns of the weight read at once.
     shared: whether the program goes on with other elements until none are left.
     """
     first = tl.program_id(0)
@@ -270,7 +275,7 @@ def _store(
     gelu: tl.constexpr,
     rows: tl.constexpr,
 ) -> None:
-    """Finish and store a tile of the product: scales of rows, bias, activation if gated.
+    """Finish and store a tile of the product: apply row scales, bias and, if gated, activation.
 
     out: the tile's sums.
     tile: index of the tile.

@@ -12,10 +12,10 @@ class RoutedRows:
     A pair is a token and one of the per_token experts chosen for it. Each pair has a row; rows are
     sorted by expert, then by token (kernels.moe).
 
-    weights [tokens, per_token] float32: the weight of each token's experts, in descending order.
+    weights [tokens, per_token] float32: the weights of each token's experts.
     pairs [rows] int32: pair of each row; the row's token is pair // per_token.
     rows [tokens, per_token] int32: row of each pair.
-    experts [tokens, per_token] int32: the experts of each token.
+    experts [tokens, per_token] int32: the experts of each token, in the order of choice.
     starts [experts + 1] int32: expert e has the rows from starts[e] to before starts[e + 1].
     """
 

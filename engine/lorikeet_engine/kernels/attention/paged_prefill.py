@@ -25,8 +25,10 @@ _FIELDS = 4
 class Tiling(NamedTuple):
     """Sizes of a launch.
 
-    rows: rows of a tile. block: keys read at once. warps, stages: see triton.Config. With these
-        sizes, no register is spilled for 16-bit pages of heads of 512, on sm_90 and on sm_80.
+    rows: rows of a tile, pairs of a query token and a query head.
+    block: keys read at once.
+    warps, stages: see triton.Config. With these sizes, no register is spilled for 16-bit pages of
+        heads of 512, on sm_90 and on sm_80.
     """
 
     rows: int
@@ -91,7 +93,7 @@ class PagedPrefill:
     ) -> None:
         """Write the attention of all planned query tokens to their rows of `out`.
 
-        Other arguments: see AttentionBackend.attend.
+        out [tokens, heads, width of a value]. Other arguments: see AttentionBackend.attend.
         """
         shape, tiles, tiling = self._shape, self._tiles[window], self._tiling
         scale, value_scale = math.log2(math.e) * shape.score_scale, None
@@ -120,8 +122,8 @@ def cut_tiles(first: Int32s, counts: Int32s, table: PageTable, tokens: int) -> I
     """Cut query tokens into tiles [tiles, 4] int32, those that see the most keys first.
 
     A tile's columns: index in q of its first query token; number of its query tokens; start of its
-    sequence's pages in table.pages; length of its sequence up to its first query token, which
-    counts.
+    sequence's pages in table.pages; number of its sequence's tokens up to and including its first
+    query token.
 
     first, counts [sequences]: index in q of each sequence's first query token, and number of its
         query tokens.
@@ -167,11 +169,17 @@ def _prefill(
     """Compute attention of one tile for one key head and its `group` query heads.
 
     q, layer_kv, out, sinks: as for PagedPrefill.attend.
-    pages: KV page numbers of the layer's group. tiles: result of cut_tiles.
+    pages: KV page numbers of the layer's group.
+    tiles: result of cut_tiles.
     scale: factor of the scores. cap: log₂(e) times the soft cap, None without one.
     value_scale: factor of FP8 values; None for other dtypes.
+    q_stride: elements of q from token to token.
     plane: number of elements from a key in layer_kv to the value of the same token and head.
-    tail: elements of a key behind its first kv_dim, which are its value then (AttentionShape.tail).
+    tail: elements of a key after its value, which is its first kv_dim elements in latent attention;
+        0: keys and values lie apart.
+    rows, block: rows of a tile, and keys read at once (Tiling).
+    head_dim: width of a value.
+    kv_dim: width of a value in layer_kv, which may be padded.
     window: tokens that a query sees, itself included; None: all.
     """
     fields = tiles + tl.program_id(0) * 4

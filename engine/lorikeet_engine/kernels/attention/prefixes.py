@@ -27,7 +27,11 @@ _KEYS_TO_BEGIN, _KEYS_TO_CUT = 400, 2000
 
 @dataclass(frozen=True, slots=True)
 class PlannedSequences:
-    """Sequences for one plan of an attention kernel; implements PagedSequences."""
+    """Sequences for one plan of an attention kernel; implements PagedSequences.
+
+    query_starts [sequences + 1]: index of each sequence's first query token, and their number.
+    page_tables: KV pages of the sequences, for each group of layers.
+    """
 
     query_starts: Int32s
     page_tables: tuple[PageTable, ...]
@@ -41,7 +45,9 @@ class PrefixParts:
         to all keys of the part.
     tokens: for each query token of the parts, the token's index in the step. In a part, each of the
         query heads that share a key head is a query row of its own.
-    places [tokens, 3] int32: operand of `merge` for each token of the step.
+    places [tokens, 3] int32: for each token of the step, the row of its first query head in its
+        first part, the number of rows from one of its parts to the next, and the number of its
+        parts.
     own: the step's sequences without the pages that are in parts.
     """
 
@@ -108,8 +114,8 @@ def count_parts(
 def seen_by_each(
     tokens: npt.NDArray[np.integer], kv_lengths: npt.NDArray[np.integer]
 ) -> npt.NDArray[np.int64]:
-    """Return, for each sequence, the number of tokens attended to (costs.seen_tokens), summed over
-    the sequence's last tokens.
+    """Return, for each sequence, the number of tokens that each of its last tokens attends to,
+    added up over these last tokens (costs.seen_tokens).
 
     tokens [sequences]: number of last tokens of each sequence to sum over.
     kv_lengths [sequences]: lengths of the sequences.
@@ -136,6 +142,7 @@ def _divided(
 
     before [sequences]: number of each sequence's first pages that go to prefix parts.
     pages [parts]: number of pages of each part.
+    page_size: tokens of a page.
     """
     owned = np.diff(table.starts)
     nth = np.arange(len(table.pages)) - np.repeat(table.starts[:-1], owned)

@@ -40,9 +40,9 @@ class AttentionShape:
     windows: window in tokens of each group of layers that share KV pages, None for no window;
         groups with the same window are neighbours.
     soft_cap: c in c · tanh(s / c), applied to attention scores s before the softmax; None: no cap.
-    sinks: whether `attend` is called with sinks.
-    long_contexts: whether kernels for prompts that attend to many tokens are worth a minute of
-        compiling.
+    sinks: whether `attend` is called with sinks, one more logit in each head's softmax.
+    long_contexts: whether to compile, which takes a minute, kernels for prompts that attend to many
+        tokens.
     scale: factor of attention scores; None: 1 / √head_dim.
     latent: elements of each key that are its value, too, as in latent attention; 0: values are
         stored beside keys.
@@ -68,12 +68,12 @@ class AttentionShape:
 
     @property
     def value_dim(self) -> int:
-        """Elements of a value's head."""
+        """Number of elements of a head's value."""
         return self.latent or self.head_dim
 
     @property
     def tail(self) -> int:
-        """Elements of a key that are not its value, if the others are; 0 without latent."""
+        """Number of elements of a key after its value, in latent attention; else 0."""
         return self.head_dim - self.value_dim
 
 
@@ -84,8 +84,8 @@ class PageTable:
     starts [sequences + 1]: sequence i has pages[starts[i] : starts[i + 1]].
     pages: page numbers.
     kv_lengths [sequences]: tokens in each sequence's pages. For layers without a window, these are
-        all cached tokens; for layers with a window, the last cached tokens, counted from the first
-        token of a page.
+        all cached tokens; for layers with a window, those from the start of the first page that the
+        window still needs.
     """
 
     starts: npt.NDArray[np.int32]
@@ -118,7 +118,11 @@ class PageTable:
 
 
 class PagedSequences(Protocol):
-    """Fields of a batch that attention reads. Implemented by Batch (models/batch.py)."""
+    """Fields of a batch that attention reads. Implemented by Batch (models/batch.py).
+
+    query_starts [sequences + 1]: index of each sequence's first query token, and their number.
+    page_tables: KV pages of the sequences, for each group of layers.
+    """
 
     @property
     def query_starts(self) -> npt.NDArray[np.int32]: ...  # noqa: D102

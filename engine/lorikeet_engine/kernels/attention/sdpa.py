@@ -16,7 +16,12 @@ class SdpaAttention:
     def __init__(
         self, soft_cap: float | None = None, scale: float | None = None, latent: int = 0
     ) -> None:
-        """Take AttentionShape's fields of these names."""
+        """Take fields of AttentionShape.
+
+        soft_cap: c in c · tanh(s / c), applied to attention scores s; None: no cap.
+        scale: factor of attention scores; None: 1 / √head_dim.
+        latent: elements of each key that are its value, too; 0: values are stored apart.
+        """
         self._soft_cap, self._scale, self._latent = soft_cap, scale, latent
 
     def plan(self, batch: PagedSequences) -> None:
@@ -32,7 +37,7 @@ class SdpaAttention:
         group: int = 0,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """See AttentionBackend.attend."""
+        """Compute attention one sequence after another: see AttentionBackend.attend."""
         out = q.new_empty(*q.shape[:2], self._latent or q.shape[2])
         table = batch.page_tables[group]
         of_all = torch.from_numpy(table.pages)

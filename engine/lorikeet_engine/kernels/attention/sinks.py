@@ -12,7 +12,7 @@ def add_sinks(mixed: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> No
 
     mixed [tokens, heads, head_dim], contiguous: result without sinks, changed in place
     lse [tokens, heads] float32, contiguous: log2 of the sum of exponentials
-    sinks [heads] float32: see AttentionBackend.attend
+    sinks [heads] float32: one more logit of each head's softmax, without a value
     """
     tokens, heads, head_dim = mixed.shape
     _add_sinks[(tokens,)](

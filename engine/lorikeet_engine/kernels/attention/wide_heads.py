@@ -14,8 +14,8 @@ from lorikeet_engine.kernels.fp8_kv import KvScales
 class WideAttention:
     """AttentionBackend for heads that FlashInfer has no kernels for.
 
-    PagedDecode computes sequences of one query token, up to as many as its graphs hold;
-    PagedPrefill computes all others.
+    PagedDecode computes sequences of one query token, unless a step has more of them than the
+    largest captured CUDA graph takes; PagedPrefill computes all others.
     """
 
     def __init__(self, shape: AttentionShape, device: torch.device) -> None:
@@ -29,7 +29,7 @@ class WideAttention:
         self._has_prompts = True
 
     def plan(self, batch: PagedSequences) -> None:
-        """See AttentionBackend.plan."""
+        """Prepare attention of a batch by PagedDecode, PagedPrefill or both, once per step."""
         is_decode = np.diff(batch.query_starts) == 1
         decodes, starts = int(is_decode.sum()), batch.query_starts[:-1]
         self._decode_rows, self._has_prompts = None, True
@@ -53,7 +53,7 @@ class WideAttention:
         group: int = 0,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """See AttentionBackend.attend."""
+        """Compute attention by PagedDecode, PagedPrefill or both: see AttentionBackend.attend."""
         out, rows = q.new_empty(*q.shape[:2], self._shape.value_dim), self._decode_rows
         if self._has_prompts:
             self._prefill.attend(q, layer_kv, out, scales, window, group, sinks)

@@ -69,7 +69,7 @@ class Heads:
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
-        """Numbers of key and value heads, and their sizes, as the kernels take them."""
+        """key_heads, value_heads, key_dim and value_dim, as kernels take them."""
         return self.key_heads, self.value_heads, self.key_dim, self.value_dim
 
     @property
@@ -148,9 +148,9 @@ class Prefills(NamedTuple):
 class Ring(NamedTuple):
     """Last tokens of each slot's sequence, which are not yet added to the slot's state.
 
-    keys [slots, key_heads, entries, key_dim] float32: keys divided by their length
-    corrections [slots, value_heads, entries, value_dim] float32: β (v − S k)
-    decays [slots, value_heads, entries] float32: g
+    keys [slots, key_heads, entries, key_dim] float32: keys, scaled to an L2 norm of 1
+    corrections [slots, value_heads, entries, value_dim] float32: β (v − S k) of each token
+    decays [slots, value_heads, entries] float32: g, the logarithm of each token's decay
     counts [slots, value_heads, value_dim] int8: number of the slot's tokens, 0 to entries. All
       values of a slot have the same count; each has its own copy, so that no two programs of a
       kernel share one
@@ -169,7 +169,7 @@ class Ring(NamedTuple):
     ) -> "Ring":
         """Return rings without tokens.
 
-        sizes: dimensions before those of a slot's tensors; the last is the number of slots.
+        sizes: dimensions before those of a slot's tensors: of layers, if any, and last of slots.
         entries: number of tokens that a ring can hold.
         dtype: dtype of all tensors but the counts.
         """
@@ -182,7 +182,7 @@ class Ring(NamedTuple):
         )
 
     def layer(self, index: int) -> "Ring":
-        """Return the rings at an index of the first dimension."""
+        """Return the rings of one layer, of tensors whose first dimension is layers."""
         return Ring(*(each[index] for each in self))
 
 
@@ -196,6 +196,8 @@ def decode_convolution(
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute the convolution of one token of each sequence, and update its state in place.
+
+    The result of token t is silu(Σ_j w[j] · x[t − width + 1 + j] + bias), for each channel.
 
     x [tokens, channels], each token contiguous: output of a linear layer
     weight [channels, width], contiguous: w
@@ -249,7 +251,8 @@ def decode_delta_rule(
 
     qkv [tokens, sum(heads.widths)], each token contiguous: queries, keys and values, as the
       convolution returns them
-    ba [tokens, 2 · value_heads], each token contiguous: b of each value head, then a of each
+    ba [tokens, 2 · value_heads], each token contiguous: b of each value head, then a of each, with
+      β = sigmoid(b) and g = −exp(a_log) · softplus(a + dt_bias)
     states [slots, value_heads, value_dim, key_dim], float32 or bfloat16, each slot contiguous: S of
       each value head, the transpose of the state that transformers and flash-linear-attention keep;
       zeros before the first token

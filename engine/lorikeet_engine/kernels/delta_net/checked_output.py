@@ -17,7 +17,7 @@ def checked_output(
     """Assert the layout of a recurrence's operands; return the tensor to write the result to.
 
     x: output of the convolution: qkv of decode_delta_rule, xbc of decode_scan.
-    gates: ba of decode_delta_rule, dt of decode_scan.
+    gates: operand from which decays are computed: ba of decode_delta_rule, dt of decode_scan.
     lora: LoRA delta of `gates`.
     out: tensor of the caller for the result; None: a new tensor [tokens, value_heads, value_dim].
     """

@@ -27,7 +27,7 @@ def decode_convolution(
     out: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """See kernels.delta_net."""
+    """Convolve one token of each sequence, and update its state: see kernels.delta_net."""
     channels = x.shape[1]
     _check(x, states, lora)
     y = x.new_empty(x.shape) if out is None else out
@@ -48,7 +48,7 @@ def prefill_convolution(
     out: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """See kernels.delta_net."""
+    """Convolve several tokens of each sequence, and update states: see kernels.delta_net."""
     channels = x.shape[1]
     _check(x, states, lora)
     y = x.new_empty(x.shape) if out is None else out
@@ -81,7 +81,7 @@ def _input(
     """Load inputs of the convolution, add their LoRA delta, and round the sums to x's dtype.
 
     x: see kernels.delta_net.decode_convolution.
-    lora, adapted: LoRA delta of x, as lora_operands.operands returns it.
+    lora, adapted: LoRA delta of x, and its number of rows; None: no delta.
     token, channel: indices of the inputs. stride: elements of x from token to token.
     inside: mask of the inputs to load; the result is 0 elsewhere. token, channel and inside must
         broadcast to one shape.
@@ -113,9 +113,10 @@ def _decode_convolution(
     """Compute the convolution of one sequence's token for a block of channels, and shift the state.
 
     x, weight, bias, states: see kernels.delta_net.decode_convolution. y: its result.
-    slots, tokens: see Decodes.
-    lora, adapted: LoRA delta of x, as lora_operands.operands returns it.
+    slots, tokens: state slot and token of each sequence (Decodes).
+    lora, adapted: LoRA delta of x, and its number of rows; None: no delta.
     stride: elements of x from token to token. slot_stride: elements of states from slot to slot.
+    width: number of inputs of a sum.
     block: number of channels of a block.
     """
     row = tl.program_id(0).to(tl.int64)
@@ -166,7 +167,10 @@ def _prefill_convolution(
 
     The program of a sequence's first chunk also replaces the sequence's state by the new one.
 
-    slots, starts, ends, chunks, saves: see Prefills. All other operands: see _decode_convolution.
+    slots, starts, ends: state slot, first token and end of each sequence (Prefills).
+    chunks, saves: sequence and first token of each chunk, and slot for a copy of the state after
+        it.
+    All other operands: see _decode_convolution.
     """
     sequence = tl.load(chunks + 2 * tl.program_id(0))
     if sequence < 0:

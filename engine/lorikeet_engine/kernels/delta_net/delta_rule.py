@@ -50,7 +50,7 @@ def decode_delta_rule(
     out: torch.Tensor | None = None,
     ring: Ring | None = None,
 ) -> torch.Tensor:
-    """See kernels.delta_net."""
+    """Compute the gated delta rule of one token of each sequence: see kernels.delta_net."""
     o = _checked_output(qkv, ba, states, heads, lora, out)
     if ring is not None:
         decode_with_ring(qkv, ba, decay, states, decodes, heads, lora, ring, o)
@@ -74,7 +74,7 @@ def prefill_delta_rule(
     out: torch.Tensor | None = None,
     ring: Ring | None = None,
 ) -> torch.Tensor:
-    """See kernels.delta_net."""
+    """Compute the gated delta rule of several tokens of each sequence: see kernels.delta_net."""
     o = _checked_output(qkv, ba, states, heads, lora, out)
     tiles = (len(prefills.chunks), heads.value_heads)
     solved, mixed = (qkv.new_empty((*tiles, *2 * (delta_net.CHUNK,))) for _ in range(2))
@@ -133,9 +133,9 @@ def _decode_delta_rule(
     """Compute some values of one value head for one sequence's token, and update their state.
 
     qkv, ba, states: see kernels.delta_net.decode_delta_rule. o: its result.
-    slots, tokens: see Decodes.
-    a_log, dt_bias: see Decay. lora, adapted: LoRA delta of ba, as lora_operands.operands returns
-        it.
+    slots, tokens: state slot and token of each sequence (Decodes).
+    a_log, dt_bias: weights of the decay (Decay).
+    lora, adapted: LoRA delta of ba, and its number of rows; None: no delta.
     stride, ba_stride: elements of qkv and of ba from token to token. slot_stride: elements of
         states from slot to slot.
     values: number of values that the program computes. All other operands: see Heads.
@@ -215,10 +215,15 @@ def _solve_chunks(
 ) -> None:
     """Compute T and other operands of _scan_chunks for one value head of one chunk.
 
-    See the module's docstring.
+    The module's docstring defines T, D and γ, the sum of g since the chunk's start.
 
-    solved: T. mixed: (qkᵀ D) T. factors: factors of tokens, see _FACTORS. faded: exp(γ[last]).
-    ends, chunks: see Prefills. precision: precision of tl.dot for float32 factors.
+    solved: T, the inverse of the chunk's triangular system, with columns multiplied by β.
+    mixed: (qkᵀ D) T.
+    factors: [chunks, value_heads, _FACTORS, _CHUNK], factors of each token.
+    faded: exp(γ[last]), the factor of the state from the chunk's start to its end.
+    ends: token after each sequence's last.
+    chunks: sequence and first token of each chunk.
+    precision: precision of tl.dot for float32 factors.
     All other operands: see _decode_delta_rule.
     """
     chunk, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -296,8 +301,10 @@ def _scan_chunks(
     """Compute some values of one value head for one sequence, chunk after chunk; update the state.
 
     solved, mixed, factors, faded: results of _solve_chunks.
-    slots, starts, ends, first_chunks, saves: see Prefills.
-    keys, corrections, decays, counts: see Ring.
+    slots, starts, ends, first_chunks: state slot, first token, end and first chunk of each
+        sequence.
+    saves: slot to which the state after each chunk is copied; −1: none.
+    keys, corrections, decays, counts: tensors of the rings (Ring).
     entries: maximum number of tokens of a ring.
     stages: number of chunks that are loaded at the same time.
     precision: precision of tl.dot for float32 factors.

@@ -19,10 +19,12 @@ def gates(
     inside: tl.tensor,
     value_heads: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Compute g and β of one value head for some tokens.
+    """Compute g, the logarithm of the decay, and β of one value head for some tokens.
 
-    ba: see kernels.delta_net.decode_delta_rule. a_log, dt_bias: see Decay.
-    lora, adapted: LoRA delta of ba, as lora_operands.operands returns it.
+    ba [tokens, 2 · value_heads]: b of each value head, then a of each, with β = sigmoid(b) and g =
+        −exp(a_log) · softplus(a + dt_bias).
+    a_log, dt_bias: weights of the decay (Decay).
+    lora, adapted: LoRA delta of ba, and its number of rows; None: no delta.
     token, head: indices of the tokens and of the head. stride: elements of ba from token to token.
     inside: mask of the tokens that exist; the results are 0 elsewhere.
     """

@@ -25,7 +25,7 @@ from lorikeet_engine.kernels.pointwise.reference import add_lora_delta
 
 
 class Operands(NamedTuple):
-    """Operands of the recurrence S ← exp(g) S + u kᵀ, o = S q, for some tokens.
+    """Operands of the recurrence S ← exp(g) S + u kᵀ, o = S q, of a state S, for some tokens.
 
     u = β (v − exp(g) S k), or u = v if beta is None.
 
@@ -56,7 +56,7 @@ def decode_convolution(
     out: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """See kernels.delta_net."""
+    """Convolve one token of each sequence, and update its state: see kernels.delta_net."""
     tokens, slots = _decoded(decodes)
     y = x.new_zeros(x.shape) if out is None else out
     inputs = torch.cat([states[slots], summed(x, lora)[tokens].unsqueeze(1)], dim=1)
@@ -74,7 +74,7 @@ def prefill_convolution(
     out: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """See kernels.delta_net."""
+    """Convolve several tokens of each sequence, and update states: see kernels.delta_net."""
     x = summed(x, lora)
     y = x.new_zeros(x.shape) if out is None else out
     for slot, start, end in _prefilled(prefills):
@@ -97,7 +97,7 @@ def decode_delta_rule(
     out: torch.Tensor | None = None,
     ring: Ring | None = None,
 ) -> torch.Tensor:
-    """See kernels.delta_net."""
+    """Compute the gated delta rule of one token of each sequence: see kernels.delta_net."""
     o = empty_output(qkv, heads) if out is None else out
     operands = _operands(qkv, summed(ba, lora), decay, heads)
     decode_recurrence(operands, states, decodes, o, ring)
@@ -115,7 +115,7 @@ def prefill_delta_rule(
     out: torch.Tensor | None = None,
     ring: Ring | None = None,
 ) -> torch.Tensor:
-    """See kernels.delta_net."""
+    """Compute the gated delta rule of several tokens of each sequence: see kernels.delta_net."""
     o = empty_output(qkv, heads) if out is None else out
     operands = _operands(qkv, summed(ba, lora), decay, heads)
     prefill_recurrence(operands, states, prefills, o, ring)
@@ -262,7 +262,7 @@ def _saved(prefills: Prefills) -> Iterator[tuple[int, int]]:
 
 
 def _operands(qkv: torch.Tensor, ba: torch.Tensor, decay: Decay, heads: Heads) -> Operands:
-    """Compute the recurrence's operands from those of prefill_delta_rule."""
+    """Compute the recurrence's operands from the arguments of prefill_delta_rule."""
     q, k, v = torch.split(wide(qkv), list(heads.widths), dim=1)
     q, k = (_unit(each.view(-1, heads.key_heads, heads.key_dim)) for each in (q, k))
     group = heads.value_heads // heads.key_heads
@@ -337,7 +337,7 @@ def _empty_ring(states: torch.Tensor, ring: Ring, slots: torch.Tensor) -> None:
 def _held(
     ring: Ring, slots: torch.Tensor, value_heads: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return keys, corrections and decays in some slots' rings, and the number of each slot's.
+    """Return keys, corrections and decays in some slots' rings, and the number of tokens in each.
 
     Keys are those of each value head. Entries without a token are zeros: a token that changes no
     state.

@@ -29,7 +29,10 @@ def decode_with_ring(
     ring: Ring,
     o: torch.Tensor,
 ) -> None:
-    """Compute kernels.delta_net.decode_delta_rule with a ring, and write the result to o."""
+    """Compute kernels.delta_net.decode_delta_rule with a ring, and write the result to o.
+
+    ring: last tokens of each slot, which are not yet added to the slot's state.
+    """
     assert all(each.is_contiguous() for each in ring), [each.stride() for each in ring]
     values, entries = min(_VALUES, heads.value_dim), ring.decays.shape[2]
     tiles, sequences = heads.value_dim // values, len(decodes.slots)
@@ -61,7 +64,7 @@ def add_tokens(
     """Return a state s after the tokens in its ring.
 
     s [values, key_dim] float32: rows `value` of the state of a slot and a value head.
-    keys, corrections, decays, counts: see Ring.
+    keys, corrections, decays, counts: tensors of the rings (Ring).
     entries: maximum number of tokens of a ring.
     All other operands: see Heads.
     """
@@ -79,7 +82,11 @@ def add_tokens(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def empty(counts: tl.tensor, values: tl.constexpr) -> None:
-    """Set the counts of some values to 0."""
+    """Set the counts of tokens in a ring to 0, for some values of a head.
+
+    counts: pointers to the counts.
+    values: number of the counts.
+    """
     tl.store(counts, tl.zeros((values,), tl.int8))
 
 
@@ -114,11 +121,12 @@ def _decode_with_ring(
 
     If the ring is full, the token and those of the ring are added to the state instead.
 
-    qkv, ba, states: see kernels.delta_net.decode_delta_rule. o: its result.
-    slots, tokens: see Decodes.
-    a_log, dt_bias: see Decay.
-    lora, adapted: LoRA delta of ba, as lora_operands.operands returns it.
-    keys, corrections, decays, counts: see Ring.
+    qkv, ba, states: see kernels.delta_net.decode_delta_rule.
+    o: its result.
+    slots, tokens: state slot and token of each sequence (Decodes).
+    a_log, dt_bias: weights of the decay (Decay).
+    lora, adapted: LoRA delta of ba, and its number of rows; None: no delta.
+    keys, corrections, decays, counts: tensors of the rings (Ring).
     entries: maximum number of tokens of a ring.
     stride, ba_stride: elements of qkv and of ba from token to token. slot_stride: elements of
     states from slot to slot.

@@ -44,7 +44,7 @@ UNTUNED = ProductConfig(block_out=64, block_in=128, split=1, warps=4, stages=4)
 
 
 def product_config(weight: Fp8Rows, tokens: int, device: torch.device) -> ProductConfig | None:
-    """Return the launch parameters for a weight [d_out, d_in]; None if cuBLASLt multiplies it.
+    """Return the launch parameters for a weight [d_out, d_in]; None if cuBLASLt multiplies by it.
 
     tokens: number of tokens that the weight is multiplied by.
     """
@@ -86,8 +86,8 @@ def _has_cublas(weight: Fp8Rows, device: torch.device) -> bool:
 def _configs(gpu: str) -> dict[tuple[str, str], ProductConfig | None]:
     """Read a GPU's launch parameters from tuning.json.
 
-    A key is the shape of a weight, such as "4096x14336", and an element of TOKENS as text. The
-    value is None if cuBLASLt was faster.
+    A key is the shape of a weight, such as "4096x14336", and an element of TOKENS, a number of
+    tokens, as text. The value is None if cuBLASLt was faster.
     """
     return {
         (weight, tokens): config and ProductConfig(**config)
@@ -164,14 +164,17 @@ def _multiply(
     """Compute an output tile, some outputs of some tokens, or its partial sums over some inputs.
 
     Operands: see `multiply`; x_scales, w_scales: scales of its operands tokens and weight.
-    parts: partial sums of all programs. arrived: counters (split_k.arrived). Both None without
-        split-K.
+    parts: partial sums of all programs.
+    arrived: counters of finished programs, one for each output tile. Both None without split-K.
     count: number of tokens.
     even: whether d_in is a multiple of block_in.
     upcast: whether to multiply in float32, as Triton's interpreter must.
     high, wide: height and width of the weight's blocks that have scales; wide 0: rows have scales.
     turn: whether programs begin with different columns.
-    block_tokens, block_out: size of an output tile. block_in, split, stages: see ProductConfig.
+    block_tokens, block_out: size of an output tile.
+    block_in: inputs read at once.
+    split: programs that share the inputs of an output.
+    stages: number of tiles that are loaded at the same time.
     """
     tile, part = tl.program_id(1), tl.program_id(2)
     m, k = tl.arange(0, block_out), tl.arange(0, block_in)

@@ -21,7 +21,7 @@ def linear(
 ) -> torch.Tensor:
     """Compute kernels.fp8.linear, except that a single token is multiplied unrounded.
 
-    Both dimensions of the weight must be multiples of 16.
+    Arguments: see kernels.fp8.linear. Both dimensions of the weight must be multiples of 16.
 
     Sums stay in the tensor cores, with some 14 bits (use_fast_accum): the DeepSeek-V3 report,
     §3.3.2, found errors up to 2% in sums of 4,096 products. If blocks of the weight have scales,
@@ -43,6 +43,7 @@ def multiply(
 
     tokens [tokens, d_in]
     weight: W [d_out, d_in]
+    bias: b [d_out]; None: no bias
     → [tokens, d_out] of dtype
     """
     y: torch.Tensor
@@ -83,9 +84,10 @@ def _multiply_blocks(tokens: Fp8Rows, weight: Fp8Rows, dtype: torch.dtype) -> to
 
 
 def quantize_rows(x: torch.Tensor) -> Fp8Rows:
-    """Round each row of x [rows, width] to FP8 in one launch, as reference.quantize_rows does.
+    """Round x [rows, width] to FP8 in one launch, with a scale for each row.
 
-    Each row of x must be contiguous.
+    A row's largest element becomes the largest FP8 number. Raises ShapeError if a row of x is not
+    contiguous.
     """
     if x.dim() != 2 or x.stride(1) != 1:
         raise ShapeError(f"x is {tuple(x.shape)} with strides {x.stride()}: want dense rows")
@@ -121,7 +123,7 @@ def _quantize_rows(
     """Round one row of x to FP8, and store it in y and its scale in `scales`.
 
     stride: elements of x from row to row. block: `width` rounded up to a power of two.
-    largest, least_scale: see store_rounded.
+    largest, least_scale: largest FP8 number, and lower bound of a row's scale.
     """
     columns = tl.arange(0, block)
     inside = columns < width

@@ -25,14 +25,17 @@ def linear(
 
 
 def quantize_rows(x: torch.Tensor) -> Fp8Rows:
-    """Round x [rows, width] to FP8, each row scaled so that its largest element is LARGEST."""
+    """Round x [rows, width] to FP8; a row's largest element becomes the largest FP8 number."""
     values = x.float()
     scales = (values.abs().amax(dim=1) * (1.0 / LARGEST)).clamp(min=LEAST_SCALE)
     return Fp8Rows((values / scales[:, None]).to(DTYPE), scales)
 
 
 def quantize_weight(weight: torch.Tensor) -> Fp8Rows:
-    """Round a weight [d_out, d_in] to FP8 on its own device, some rows at a time to save memory."""
+    """Round a weight [d_out, d_in] to FP8 on its own device, with a scale for each row.
+
+    Some rows are rounded at a time to save memory.
+    """
     out = Fp8Rows(
         torch.empty_like(weight, dtype=DTYPE),
         torch.empty(len(weight), dtype=torch.float32, device=weight.device),

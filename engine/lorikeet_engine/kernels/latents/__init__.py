@@ -38,6 +38,7 @@ class LatentNorms:
     queries [query rank]: weight of the norm of the vector that queries are made of; None: they are
         made of hidden states.
     keys [kv rank]: weight of the norm of the latent of keys and values.
+    eps: added to the mean square.
     """
 
     queries: torch.Tensor | None
@@ -49,8 +50,9 @@ class LatentNorms:
 class AbsorbedWeight:
     """Weight of a layer's kv_b_proj, and where its adapters are.
 
-    rows [heads, plain + values, kv rank], contiguous: of each head, W_k, then W_v.
-    plain: elements of a head's key without rotary embedding.
+    rows [heads, plain + values, kv rank], contiguous: of each head, W_k, which makes its key of a
+        latent, then W_v, which makes its value.
+    plain: elements of a head's key without rotary embedding; `values` are those of its value.
     layer, group: index of the layer, and kv_b_proj as a group of one linear.
     """
 
@@ -81,7 +83,7 @@ def store_latents(
     slots [tokens] int64: where to write each token, page · page_size + offset; −1: nowhere
     lora: LoRA delta of y, added to y
     scales: for FP8 layer_kv, whose numbers are divided by scales.key
-    interleaved: see kernels.pointwise.rotary_and_store_kv
+    interleaved: rotate the pairs (2i, 2i + 1) of a key, instead of (i, i + rotary / 2)
     → [tokens, query rank] like y: normalised inputs of q_b_proj
     """
     queries: torch.Tensor = _operators(y.device.type).store_latents(

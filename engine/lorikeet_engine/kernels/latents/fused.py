@@ -34,7 +34,10 @@ def store_latents(
     *,
     interleaved: bool,
 ) -> torch.Tensor:
-    """See kernels.latents. One launch, of one program for each token."""
+    """Normalise latents, rotate the shared keys, and write both into KV pages.
+
+    See kernels.latents. One launch, of one program for each token.
+    """
     query_rank = 0 if norms.queries is None else len(norms.queries)
     kv_rank, half = len(norms.keys), cos.shape[1]
     queries = y.new_empty(len(y), query_rank)
@@ -58,7 +61,10 @@ def absorb_queries(
     *,
     interleaved: bool,
 ) -> torch.Tensor:
-    """See kernels.latents. The adapters' part is rounded once for every 64 ranks."""
+    """Compute the queries that attend to latents and shared keys: see kernels.latents.
+
+    The adapters' part is rounded once for every 64 ranks.
+    """
     tokens, heads, head_dim = q.shape
     kv_rank, half = weight.rows.shape[2], cos.shape[1]
     absorbed = q.new_empty(tokens, heads, kv_rank + head_dim - weight.plain)
@@ -78,7 +84,10 @@ def absorb_queries(
 def expand_outputs(
     mixed: torch.Tensor, weight: AbsorbedWeight, step: LoraStep | None
 ) -> torch.Tensor:
-    """See kernels.latents. The adapters' part is rounded once for every 64 ranks."""
+    """Compute each head's output from its mix of latents: see kernels.latents.
+
+    The adapters' part is rounded once for every 64 ranks.
+    """
     values = weight.rows[:, weight.plain :]
     expanded = mixed.new_empty(*mixed.shape[:2], values.shape[1])
     torch.bmm(mixed.transpose(0, 1), values.mT, out=expanded.transpose(0, 1))
@@ -95,6 +104,8 @@ def _add_adapters(
     of_outputs: bool,
 ) -> None:
     """Add Aᵀ·(B_k[h]ᵀ·x) to out in place, or B_v[h]·(A·x), for the adapter of each token.
+
+    B_k[h] and B_v[h] are the rows of B that make head h's key and its value.
 
     x [tokens, heads, plain], out [tokens, heads, kv rank]; of_outputs: x [tokens, heads, kv rank],
       out [tokens, heads, values]
@@ -146,8 +157,11 @@ def _store_latents(
     """Normalise both latents of one token, rotate its shared key, and store these.
 
     y, queries, cos, sin, layer_kv, slots, interleaved: see kernels.latents.store_latents.
-    lora, adapted: LoRA delta of y, as lora_operands.operands returns it.
-    query_weight, kv_weight, eps: see LatentNorms. inverse: 1 / scale of FP8 pages; None: not FP8.
+    lora, adapted: LoRA delta of y, and its number of rows; None: no delta.
+    query_weight, kv_weight: weights of the norms of both latents.
+    eps: added to mean squares.
+    query_rank, kv_rank: widths of both latents.
+    inverse: 1 / scale of FP8 pages; None: not FP8.
     half: half of the shared key's width.
     query_block, kv_block, half_block: widths rounded up to powers of two.
     """
@@ -199,7 +213,12 @@ def _product_at(
     at: tl.tensor,
     inside: tl.tensor,
 ) -> tl.tensor:
-    """Load some elements of a token's product with its LoRA delta, rounded once, as float32."""
+    """Load some elements of a token's product with its LoRA delta, rounded once, as float32.
+
+    y: the product.
+    lora, adapted: its LoRA delta, and its number of rows; None: no delta.
+    at, inside: offsets of the elements in y, and mask of those to load.
+    """
     x = tl.load(y + at, mask=inside, other=0.0).to(tl.float32)
     if lora is not None:
         x += lora_at(lora, adapted, token, at, inside)
@@ -246,9 +265,12 @@ def _turn_queries(
     """Write the rotated part of some heads' queries of one token, and add LoRA to the other part.
 
     q, absorbed, cos, sin, interleaved: argument and result of kernels.latents.absorb_queries.
-    lora, adapted: LoRA delta of q, as lora_operands.operands returns it.
-    half: half of the width that is rotated. plain_block, half_block: widths rounded up to powers of
-        two. block_heads: heads of the program.
+    lora, adapted: LoRA delta of q, and its number of rows; None: no delta.
+    plain: elements of a head's query that are not rotated.
+    kv_rank: width of a latent.
+    half: half of the width that is rotated.
+    plain_block, half_block: widths rounded up to powers of two.
+    block_heads: heads of the program.
     """
     token = tl.program_id(0).to(tl.int64)
     head = (tl.program_id(1) * block_heads + tl.arange(0, block_heads))[:, None]
@@ -306,12 +328,18 @@ def _add_low_rank(
 
     x, out, of_outputs: see _add_adapters; x_token, x_head, out_token, out_head: their strides.
         d_in, d_out: their widths.
-    arena, table: see LoraWeights. tiles: Tiles.rows. slot_stride, layer_stride: strides of table.
+    arena, table: the adapters' weights, and where each begins (LoraWeights).
+    tiles: slot and tokens of each tile (Tiles.rows).
+    slot_stride, layer_stride: strides of table.
     linear: index of kv_b_proj in the table. heads, width, plain, kv_rank: see AbsorbedWeight; width
         is plain + values.
-    members, member_weights: see LoraWeights; None: a step without compositions.
-    upcast, precision: whether to multiply in float32, and its precision.
-    block: columns of x and of out at once.
+    members, member_weights: adapters of each composition (a weighted sum of adapters), and their
+        weights; None: a step without compositions.
+    upcast: whether to multiply in float32.
+    precision: precision of tl.dot for float32 factors.
+    block_tokens: tokens of a tile.
+    block_rank: ranks multiplied at once.
+    block: columns of x and of out computed at once.
     """
     slot, start, length = tile_at(tiles, tl.program_id(0))
     if (length == 0) | (slot < 0):

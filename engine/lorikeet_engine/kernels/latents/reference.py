@@ -27,7 +27,7 @@ def store_latents(
     *,
     interleaved: bool,
 ) -> torch.Tensor:
-    """See kernels.latents."""
+    """Normalise latents, rotate shared keys, and write both into KV pages: see kernels.latents."""
     add_lora_delta(y, lora)
     ranks = 0 if norms.queries is None else len(norms.queries), len(norms.keys)
     queries, latents, keys = torch.split(y, [*ranks, y.shape[1] - sum(ranks)], dim=1)
@@ -56,7 +56,7 @@ def absorb_queries(
     *,
     interleaved: bool,
 ) -> torch.Tensor:
-    """See kernels.latents."""
+    """Compute the queries that attend to latents and shared keys: see kernels.latents."""
     add_lora_delta(q, lora)
     plain, turned = q[..., : weight.plain], q[..., weight.plain :]
     absorbed = (plain.transpose(0, 1) @ weight.rows[:, : weight.plain]).transpose(0, 1)
@@ -69,7 +69,7 @@ def absorb_queries(
 def expand_outputs(
     mixed: torch.Tensor, weight: AbsorbedWeight, step: LoraStep | None
 ) -> torch.Tensor:
-    """See kernels.latents."""
+    """Compute each head's output from its mix of latents: see kernels.latents."""
     values = weight.rows[:, weight.plain :].mT
     expanded = (mixed.transpose(0, 1) @ values).transpose(0, 1).contiguous()
     for rows, a, b in _adapters(weight, step):
@@ -102,7 +102,11 @@ def _normed(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 def _rotated(
     x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interleaved: bool
 ) -> torch.Tensor:
-    """Return x [tokens, heads, rotary] with each pair rotated by its position's angle."""
+    """Return x [tokens, heads, rotary] with each pair rotated by its position's angle.
+
+    cos, sin [tokens, rotary / 2]: cosines and sines of the angles.
+    interleaved: a pair is (2i, 2i + 1), instead of (i, i + rotary / 2).
+    """
     cos, sin, half = cos.unsqueeze(1), sin.unsqueeze(1), cos.shape[-1]
     pairs = x.reshape(*x.shape[:-1], *((half, 2) if interleaved else (2, half)))
     first, second = pairs.float().unbind(-1 if interleaved else -2)

@@ -33,10 +33,10 @@ class LogprobRows:
     """Log probabilities of selected tokens of some rows of logits.
 
     norms [n, 2] float32: of each row, the largest logit b, and log Σ exp((x − b) · scale).
-    packed [n, 2 + 2 · most] float32, of each row: the log probability of its given token (see
-        set_given); this token's rank, from 1, as bits of int32 (see set_rank); the log
-        probabilities of the most likely tokens; these tokens' ids, as bits of int32. The last two
-        are undefined beyond the row's number of most likely tokens, COUNT.
+    packed [n, 2 + 2 · most] float32, of each row: the log probability of its given token, which
+        the caller of set_given names; this token's rank, from 1, as bits of int32 (see set_rank);
+        the log probabilities of the most likely tokens; these tokens' ids, as bits of int32. The
+        last two are undefined beyond the row's number of most likely tokens, COUNT.
     """
 
     norms: torch.Tensor
@@ -52,8 +52,8 @@ def likeliest(logits: torch.Tensor, wanted: torch.Tensor, most: int) -> LogprobR
     """Find the most likely tokens of some rows of logits, and their log probabilities.
 
     logits [rows, vocab], contiguous, any dtype
-    wanted [n, FIELDS] int64: which rows of the logits, and how many tokens of each; COUNT must not
-      be above `most` or vocab
+    wanted [n, FIELDS] int64: index of each row of logits, number of its tokens to find, factor of
+        its logits (ROW, COUNT, SCALE); COUNT must not be above `most` or vocab
     most: number of tokens that the result has space for
     """
     if most <= MOST:
@@ -74,7 +74,7 @@ def set_given(
     found: result of `likeliest` for the same logits and `wanted`
     logits [rows, vocab]: only logits of given tokens are read; they must be as they were for
       `likeliest`
-    wanted [n, FIELDS] int64: rows of the logits, one for each row of found.packed; see `likeliest`
+    wanted [n, FIELDS] int64: rows of the logits, one for each row of found.packed
     tokens [rows] int64: given token of each row of logits; for a token below 0, the row's result is
         undefined
     """
@@ -86,6 +86,7 @@ def set_rank(
 ) -> None:
     """Set the second column of `found.packed` to the rank of each row's given token.
 
-    The arguments are those of `set_given`. All logits of the rows are read.
+    Rank 1 is the most likely token. All logits of the rows are read. The arguments are those of
+    `set_given`.
     """
     _operators(logits.device.type).set_rank(found, logits, wanted, tokens)

@@ -28,7 +28,7 @@ _IDS = tl.constexpr(2**32 - 1)
 
 
 def likeliest(logits: torch.Tensor, wanted: torch.Tensor, most: int) -> LogprobRows:
-    """See kernels.log_softmax."""
+    """Find the most likely tokens of some rows of logits: see kernels.log_softmax."""
     rows, vocab = len(wanted), logits.shape[1]
     chunks = triton.cdiv(vocab, _CHUNK.value)
     parts = logits.new_empty((rows, 2, chunks), dtype=torch.float32)
@@ -46,7 +46,7 @@ def likeliest(logits: torch.Tensor, wanted: torch.Tensor, most: int) -> LogprobR
 def set_given(
     found: LogprobRows, logits: torch.Tensor, wanted: torch.Tensor, tokens: torch.Tensor
 ) -> None:
-    """See kernels.log_softmax."""
+    """Set the log probability of each row's given token: see kernels.log_softmax."""
     vocab, width = logits.shape[1], found.packed.shape[1]
     _set_given[(len(wanted),)](
         logits, wanted, tokens, found.norms, found.packed, width, vocab, num_warps=1
@@ -56,7 +56,7 @@ def set_given(
 def set_rank(
     found: LogprobRows, logits: torch.Tensor, wanted: torch.Tensor, tokens: torch.Tensor
 ) -> None:
-    """See kernels.log_softmax."""
+    """Set the rank of each row's given token: see kernels.log_softmax."""
     vocab, width = logits.shape[1], found.packed.shape[1]
     _set_rank[(len(wanted),)](logits, wanted, tokens, found.packed, width, vocab, num_warps=8)
 
@@ -83,6 +83,7 @@ def _ordered(key: tl.tensor, place: tl.tensor) -> tl.tensor:
     """Combine sort keys and places to int64s that sort by ascending key, then by descending place.
 
     place: column of a row of logits, or index of a group of columns.
+    key: int32 that compares as a logit does.
     """
     return (key.to(tl.int64) << 32) + (place.to(tl.int64) ^ _IDS)
 
@@ -106,7 +107,7 @@ def _sum_chunks_of_exp(
 
     logits, wanted: operands of kernels.log_softmax.likeliest.
     parts: for each row the largest logits of its chunks, then their sums of exponentials.
-    largest: for each row the largest sort key of each group of neighbours.
+    largest: for each row the largest sort key of each group, _GROUP neighbouring columns.
     """
     index, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row = _field(wanted, _ROW)
@@ -139,7 +140,8 @@ def _find_likeliest(
 
     logits, wanted, most: operands of kernels.log_softmax.likeliest.
     parts, largest: results of _sum_chunks_of_exp.
-    norms, packed: the tensors of LogprobRows, written here.
+    norms, packed: sums of exponentials, and tokens with log probabilities (LogprobRows); written
+        here.
     chunks_block: `chunks` rounded up to a power of two.
     """
     index = tl.program_id(0).to(tl.int64)

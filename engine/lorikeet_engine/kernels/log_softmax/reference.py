@@ -9,7 +9,7 @@ _GROUP = 64  # neighbouring tokens
 
 
 def likeliest(logits: torch.Tensor, wanted: torch.Tensor, most: int) -> LogprobRows:
-    """See kernels.log_softmax."""
+    """Find the most likely tokens of some rows of logits: see kernels.log_softmax."""
     x = logits[wanted[:, ROW]].float()
     best = x.amax(dim=-1, keepdim=True)
     log_sum = ((x - best) * _scales(wanted)).logsumexp(dim=-1, keepdim=True)
@@ -25,7 +25,7 @@ def likeliest(logits: torch.Tensor, wanted: torch.Tensor, most: int) -> LogprobR
 def set_given(
     found: LogprobRows, logits: torch.Tensor, wanted: torch.Tensor, tokens: torch.Tensor
 ) -> None:
-    """See kernels.log_softmax."""
+    """Set the log probability of each row's given token: see kernels.log_softmax."""
     rows = wanted[:, ROW]
     given = logits[rows, tokens[rows].clamp(min=0)].float().unsqueeze(1)
     found.packed[:, :1] = _logprobs(given, found.norms, wanted)
@@ -34,7 +34,7 @@ def set_given(
 def set_rank(
     found: LogprobRows, logits: torch.Tensor, wanted: torch.Tensor, tokens: torch.Tensor
 ) -> None:
-    """See kernels.log_softmax."""
+    """Set the rank of each row's given token: see kernels.log_softmax."""
     rows = wanted[:, ROW]
     x, chosen = logits[rows].float(), tokens[rows].clamp(min=0).unsqueeze(1)
     given, ids = x.gather(1, chosen), torch.arange(x.shape[-1], device=x.device)
@@ -53,8 +53,8 @@ def _scales(wanted: torch.Tensor) -> torch.Tensor:
 def _top_ids(logits: torch.Tensor, k: int) -> torch.Tensor:
     """Return ids [rows, k] of the k largest logits [rows, vocab] float32; ties go to the lower id.
 
-    A group of neighbours contains one of the k tokens only if its largest logit is among the k
-    largest of all groups, so few logits are sorted.
+    A group of neighbouring columns contains one of the k tokens only if its largest logit is among
+    the k largest of all groups, so few logits are sorted.
     """
     vocab = logits.shape[-1]
     padded = F.pad(logits, (0, -vocab % _GROUP), value=-torch.inf)

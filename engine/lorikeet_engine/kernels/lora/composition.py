@@ -19,7 +19,10 @@ MOST = tl.constexpr(MAX_MEMBERS)
 
 
 def operands(weights: LoraWeights, tiles: Tiles) -> tuple[torch.Tensor | None, ...]:
-    """Return LoraWeights.members and member_weights; None, None for a step without compositions."""
+    """Return LoraWeights.members and member_weights; None, None for a step without compositions.
+
+    A composition is a weighted sum of adapters.
+    """
     if not tiles.composed:
         return None, None
     assert weights.members is not None, "tiles of compositions without their members"
@@ -39,12 +42,15 @@ def ranks_at(
     width: tl.tensor,
     side: tl.constexpr,
 ) -> tl.tuple:
-    """Find ranks of the adapters in a slot → (element of the arena at which each begins, weight of
-    its adapter, number of ranks).
+    """Find ranks of the adapters that a slot adds up → (element of the arena at which each begins,
+    weight of its adapter, number of ranks).
 
-    table, members, member_weights: see LoraWeights. slot_stride: stride of the table.
+    table: where each adapter's A and B begin in the arena, and its rank (LoraWeights).
+    members, member_weights: slots of the adapters that each slot adds up, and their weights.
+    slot_stride: stride of the table.
     slot: slot of a composition or of an adapter; −1: of none, with `known` false.
-    linear: entry of the linear in a slot's row of the table. known: mask of linears that exist.
+    linear: offset of the linear's entry in a slot's part of the table.
+    known: mask of linears that exist.
     k: indices of the ranks. width: elements of a rank. side: 0 for ranks of A, 1 for B.
     """
     rank = (linear * 0).to(tl.int32)

@@ -20,15 +20,17 @@ def expand(shrunk: UnexpandedDelta, delta: torch.Tensor, *, add: bool = False) -
 
     A slice s is one of the fused linears of the group, such as q in qkv; p is a part of d_in.
 
-    shrunk: its v [tokens, parts, slices, tiles.rank_stride] float32 is the output of `shrink`; with
-      vectors, which need `add`, the sum s becomes (1 + gain) · s + bias
+    shrunk: its v [tokens, parts, slices, tiles.rank_stride] float32 is the output of `shrink`; if
+      it has vectors, an adapter's gain and bias of outputs, `add` must be true, and each sum s
+      becomes (1 + gain) · s + bias
     B(t, s) [d_out, rank], with LoRA's scaling inside
     delta [tokens, sum(d_outs)]: written in place, for tokens with an adapter only; zeros in slices
       where the adapter has rank 0
     add: whether to add to delta, which then holds a product, instead of overwriting it
 
-    Sums are float32, rounded once; outside Regime.FEW, v is rounded to the adapter's dtype first.
-    Raises ShapeError.
+    Sums are float32, rounded once; if adapters have more than FEW_TOKENS tokens on average (outside
+    Regime.FEW), v is rounded to the adapter's dtype first. Raises ShapeError if an operand's shape
+    or layout does not fit.
     """
     v, weights, tiles, group = shrunk.v, shrunk.weights, shrunk.tiles, shrunk.group
     check_rows("delta", delta, sum(group.d_outs), weights)
@@ -130,12 +132,16 @@ def _expand_few(
     """Compute LoRA's delta for one or two tokens and a block of columns of one slice.
 
     v, delta, widths, add: see `expand`; widths are the group's d_outs.
-    arena, table: see LoraWeights. tiles: Tiles.rows. parts: number of parts of v, which are summed
-        first.
+    arena, table: the adapters' weights, and where each begins (LoraWeights).
+    tiles: slot and tokens of each tile (Tiles.rows).
+    parts: number of parts of v, which are summed first.
     slot_stride, layer_stride: strides of the table.
+    rank_stride: columns of v for each linear.
     first_linear: index of the group's first linear in the table.
-    vectors: see LoraWeights; None: not to be applied. vectors_of_slot, vectors_of_layer: strides.
-    members, member_weights: see LoraWeights; None: a step without compositions.
+    vectors: where each linear's gain and bias begin in the arena; None: not to be applied.
+    vectors_of_slot, vectors_of_layer: strides.
+    members, member_weights: adapters of each composition (a weighted sum of adapters), and their
+        weights; None: a step without compositions.
     after_shrink: whether the kernel is launched before `shrink` ends, and waits for it.
     block_parts, block_rank, block_out: parts, ranks and columns computed at once.
     more_ranks: whether adapters may have more than block_rank ranks.
@@ -296,13 +302,18 @@ def _expand(
     """Compute LoRA's delta for a tile of tokens and some blocks of columns of one slice.
 
     v, delta, widths, add: see `expand`; widths are the group's d_outs.
-    arena, table: see LoraWeights. tiles: Tiles.rows. parts: number of parts of v, which are summed
-        first.
+    arena, table: the adapters' weights, and where each begins (LoraWeights).
+    tiles: slot and tokens of each tile (Tiles.rows).
+    parts: number of parts of v, which are summed first.
     slot_stride, layer_stride: strides of the table.
+    rank_stride: columns of v for each linear.
     first_linear: index of the group's first linear in the table.
-    vectors: see LoraWeights; None: not to be applied. vectors_of_slot, vectors_of_layer: strides.
-    members, member_weights: see LoraWeights; None: a step without compositions.
+    vectors: where each linear's gain and bias begin in the arena; None: not to be applied.
+    vectors_of_slot, vectors_of_layer: strides.
+    members, member_weights: adapters of each composition (a weighted sum of adapters), and their
+        weights; None: a step without compositions.
     after_shrink: whether the kernel is launched before `shrink` ends, and waits for it.
+    block_tokens: tokens of a tile.
     block_parts, block_rank, block_out: parts, ranks and columns computed at once.
     more_ranks: whether adapters may have more than block_rank ranks.
     blocks: blocks of columns that the program computes one after the other.
@@ -387,6 +398,8 @@ def multiply(
     of_adapter: arena, table, members, member_weights, slot, slot_stride and linear, by which
         composition.ranks_at finds further ranks of a composition.
     column: indices of the columns.
+    part_stride: elements of v from one part to the next.
+    block_parts, block_rank: parts and ranks computed at once.
     All other operands: see _expand.
     """
     arena, table, members, member_weights, slot, slot_stride, linear = of_adapter

@@ -27,7 +27,8 @@ def expand_act_and_mul(
     gelu: GELU instead of SiLU
     → [tokens, width]
 
-    v is rounded to the adapter's dtype; LoRA is added in float32. Raises ShapeError.
+    v is rounded to the adapter's dtype; LoRA is added in float32. Raises ShapeError if an operand's
+    shape or layout does not fit.
     """
     v, weights, tiles = shrunk.v, shrunk.weights, shrunk.tiles
     width, config = x.shape[1] // 2, tiles.config

@@ -13,7 +13,8 @@ import triton.language as tl
 def matrix_at(arena: tl.tensor, place: tl.tensor, expert: tl.tensor, size: tl.tensor) -> tl.tensor:
     """Return a pointer to an expert's matrix.
 
-    place: where the matrices begin, as LoraWeights.table has it: odd if there is one for all.
+    place: element of the arena at which the experts' matrices begin (LoraWeights.table); odd if all
+        experts share one matrix, which then begins one element earlier.
     expert: index of the expert, int64.
     size: number of elements of a matrix.
     """
@@ -23,7 +24,7 @@ def matrix_at(arena: tl.tensor, place: tl.tensor, expert: tl.tensor, size: tl.te
 
 @triton.jit  # type: ignore[untyped-decorator]
 def has_preceding_a(entry: tl.tensor, index: tl.tensor) -> tl.tensor:
-    """Return whether a linear has the A of the preceding linear of its group.
+    """Return whether a linear shares A with the preceding linear of its group.
 
     entry: pointer to the linear's entry in LoraWeights.table; its rank is above 0.
     index: index of the linear in the group.

@@ -43,7 +43,7 @@ def add_expert_lora(
     *,
     gathered: bool,
 ) -> None:
-    """See kernels.lora.experts.add_expert_lora.
+    """Compute y[r] += B(r)·A(r)·x[r] in place: see kernels.lora.experts.add_expert_lora.
 
     With 16-bit dtypes, A·x is rounded to the adapter's dtype.
     """
@@ -78,7 +78,9 @@ def _list_owners(
     A row's slot is the slot of the segment that contains its token. A row's expert is the number of
     experts whose rows end before the row.
 
-    pairs, expert_starts: `pairs` and `starts` of RoutedRows. slots, starts, lengths: see Segments.
+    pairs, expert_starts: pair of token and expert of each row, and first row of each expert.
+    slots, starts, lengths: adapter slot, first token and number of tokens of each segment.
+    per_token: number of experts of a token.
     owners: the list, written here.
     rows, experts, segments: number of routed rows, of experts and of segments.
     block: number of rows, and of experts or segments read at once.

@@ -25,7 +25,7 @@ def add(
     *,
     gathered: bool,
 ) -> None:
-    """See kernels.lora.experts.add_expert_lora.
+    """Compute y[r] += B(r)·A(r)·x[r] in place: see kernels.lora.experts.add_expert_lora.
 
     With 16-bit dtypes, A·x is rounded to the adapter's dtype.
     """
@@ -79,11 +79,15 @@ def _shrink(
     Leaves out a slice with the preceding slice's A, and a token's rows but the first if they share
     A and x.
 
-    x, gathered: see kernels.lora.experts.add_expert_lora. arena, table: see LoraWeights.
+    x, gathered: see kernels.lora.experts.add_expert_lora.
+    arena, table: the adapters' weights, and where each begins (LoraWeights).
     slot_stride, layer_stride: strides of the table.
     first_linear: index of the group's first linear in the table.
+    slices: number of linears of the group.
     v: result [rows, parts, slices, rank_stride] float32.
-    pairs, per_token: see RoutedRows. owners: see ExpertStep.
+    pairs, per_token: pair of token and expert of each row; experts of a token (RoutedRows).
+    owners: adapter slot and expert of each row (ExpertStep).
+    block_rank, block_in: ranks that the program computes, and inputs of a part.
     """
     row, part, blocks = tl.program_id(0), tl.program_id(1), rank_stride // block_rank
     index = tl.program_id(2) // blocks
@@ -147,11 +151,19 @@ def _expand(
 ) -> None:
     """Add LoRA's delta to y, for one row and a block of columns of one slice.
 
-    v: result of _shrink. arena, table: see LoraWeights. owners: see ExpertStep.
-    pairs, row_of, per_token: `pairs`, `rows` and `per_token` of RoutedRows. gathered: see _shrink.
+    v: result of _shrink.
+    arena, table: the adapters' weights, and where each begins (LoraWeights).
+    owners: adapter slot and expert of each row (ExpertStep).
+    pairs, row_of: pair of token and expert of each row, and row of each pair (RoutedRows).
+    per_token: experts of a token.
+    gathered: see _shrink.
     slot_stride, layer_stride: strides of the table.
+    rank_stride: columns of v for each linear.
     first_linear: index of the group's first linear in the table.
-    width: outputs of a slice. parts: number of parts of v, which are summed first.
+    slices: number of linears of the group.
+    width: outputs of a slice.
+    parts: number of parts of v, which are summed first.
+    block_parts, block_rank, block_out: parts, ranks and columns computed at once.
     """
     row, blocks = tl.program_id(0), tl.cdiv(width, block_out)
     index = tl.program_id(1) // blocks

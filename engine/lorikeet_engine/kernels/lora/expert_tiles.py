@@ -128,13 +128,19 @@ def _shrink(
     preceding slice's A is left out, and so are rows but the first of a token whose rows share A and
     x.
 
-    x, gathered: see kernels.lora.experts.add_expert_lora. arena, table: see LoraWeights.
+    x, gathered: see kernels.lora.experts.add_expert_lora.
+    arena, table: the adapters' weights, and where each begins (LoraWeights).
     slot_stride, layer_stride: strides of the table.
     first_linear: index of the group's first linear in the table.
+    slices: number of linears of the group.
     v: result [rows, parts, slices, rank_stride] float32.
-    pairs, per_token: see RoutedRows. owners: see ExpertStep. rows: number of rows.
+    pairs, per_token: pair of token and expert of each row; experts of a token (RoutedRows).
+    owners: adapter slot and expert of each row (ExpertStep).
+    rows: number of rows.
     tile_rows: rows of a tile, at most block_rows. split: inputs of a part.
     upcast: whether to multiply in float32.
+    precision: precision of tl.dot for float32 factors.
+    block_rank, block_in: ranks that the program computes, and inputs read at once.
     """
     part, blocks = tl.program_id(0), rank_stride // block_rank
     index = tl.program_id(1) // blocks
@@ -214,13 +220,21 @@ def _expand(
 
     Works run by run: a run is the neighbouring rows of one expert and one adapter.
 
-    v: result of _shrink. arena, table: see LoraWeights. owners: see ExpertStep.
+    v: result of _shrink.
+    arena, table: the adapters' weights, and where each begins (LoraWeights).
+    owners: adapter slot and expert of each row (ExpertStep).
     slot_stride, layer_stride: strides of the table.
+    rank_stride: columns of v for each linear.
     first_linear: index of the group's first linear in the table.
-    pairs, row_of, per_token: `pairs`, `rows` and `per_token` of RoutedRows.
+    slices: number of linears of the group.
+    pairs, row_of: pair of token and expert of each row, and row of each pair (RoutedRows).
+    per_token: experts of a token.
     rows: number of rows. gathered: see _shrink.
     tile_rows: rows of a tile, at most block_rows. width: outputs of a slice.
-    parts: number of parts of v, which are summed first. upcast: whether to multiply in float32.
+    parts: number of parts of v, which are summed first.
+    upcast: whether to multiply in float32.
+    precision: precision of tl.dot for float32 factors.
+    block_rank, block_out: ranks and columns computed at once.
     """
     blocks = tl.cdiv(width, block_out)
     index = tl.program_id(0) // blocks

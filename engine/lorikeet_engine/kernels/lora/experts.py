@@ -53,7 +53,8 @@ def add_expert_lora(
 
     In the arena, an expert's A starts rank · d_in elements after the previous expert's A, and an
     expert's B rank · d_out elements after the previous expert's B; a matrix that all experts share
-    is there once. Sums are float32; rows without an adapter keep their y. Raises ShapeError.
+    is there once. Sums are float32; rows without an adapter keep their y. Raises ShapeError if an
+    operand's shape or layout does not fit.
     """
     if experts is None:
         return

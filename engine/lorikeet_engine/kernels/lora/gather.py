@@ -32,7 +32,8 @@ def gather(
 ) -> UnexpandedDelta:
     """Compute v[t, 0, 0, k] = A(t)[k, token_ids[t]], and write trained embedding rows to y.
 
-    For a composition, v is multiplied by the weight of the rank's adapter.
+    For a composition, a weighted sum of adapters, v is multiplied by the weight of the rank's
+    adapter.
 
     token_ids [tokens] int64
     y [tokens, hidden], each row contiguous: embeddings; y[t] is overwritten if t's adapter has a
@@ -42,7 +43,7 @@ def gather(
     → v [tokens, 1, 1, tiles.rank_stride] float32, undefined for tokens without an adapter, and in
       columns from the adapter's rank on
 
-    Raises ShapeError.
+    Raises ShapeError if an operand's shape or layout does not fit.
     """
     check_group(weights, group)
     check_rows("y", y, rows.d_in, weights)
@@ -90,11 +91,19 @@ def _gather(
 
     Ranks are gathered some at a time, so nothing is gathered for an adapter of rank 0.
 
-    token_ids, v, y: see `gather`. arena, table: see LoraWeights. tiles: Tiles.rows.
+    token_ids, v, y: see `gather`.
+    arena, table: the adapters' weights, and where each begins (LoraWeights).
+    tiles: slot and tokens of each tile (Tiles.rows).
     slot_stride, layer_stride: strides of the table.
+    rank_stride: columns of v for each linear.
     linear, rows_linear: indices in the table of the embeddings and of the trained embedding rows.
     hidden: width of an embedding.
-    members, member_weights: see LoraWeights; None: a step without compositions.
+    members, member_weights: adapters of each composition (a weighted sum of adapters), and their
+        weights; None: a step without compositions.
+    block_tokens: tokens of a tile.
+    block_rank: ranks copied at once.
+    block_rows: trained tokens compared at once.
+    block_columns: columns of y copied at once.
     """
     slot, start, length = tile_at(tiles, tl.program_id(0))
     if (length == 0) | (slot < 0):
@@ -140,6 +149,7 @@ def _copy_ranks(
     a_rows, v_rows: pointers to the first ranks of each token's column, and of its row of v.
     real: mask of the tokens that exist. k: indices of the ranks. rank: number of ranks.
     weight: multiplies the ranks; None: 1.
+    block_rank: ranks copied at once.
     """
     for done in range(0, rank, block_rank):
         inside = real[:, None] & (k < rank - done)[None, :]

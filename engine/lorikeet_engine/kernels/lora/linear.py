@@ -149,10 +149,11 @@ def linear_with_lora(
     layer, group: index of the layer, and the fused linears of which W is the weight
     → y [tokens, sum(d_outs)]
     → delta, rows [tokens, sum(d_outs)]; None: no adapter, or the delta is already in y (on a CPU,
-      and in steps with vectors, which y then has been through)
+      and in steps whose adapters have vectors, a gain and a bias of outputs, which are then applied
+      to y)
 
     The delta is rounded to x's dtype before it is added to y, an additional rounding. Raises
-    ShapeError.
+    ShapeError if an operand's shape or layout does not fit.
     """
     if step is not None and step.tiles is not None and step.segments.has_vectors:
         y, shrunk = linear_and_lora(x, weight, bias, step, layer, group)
@@ -183,7 +184,8 @@ def add_lora(
     x [tokens, d_in]
     y [tokens, sum(d_outs)]
 
-    On CUDA an additional launch lists the tiles of these tokens. Raises ShapeError.
+    On CUDA an additional launch lists the tiles of these tokens. Raises ShapeError if an operand's
+    shape or layout does not fit.
     """
     if y.device.type != "cuda":
         reference.add_lora(y, x, weights, segments, layer, group)
@@ -203,9 +205,9 @@ def linear_with_lora_before_act(
 ) -> tuple[torch.Tensor, LoraDelta | UnexpandedDelta | None]:
     """Compute linear_with_lora for gate_up, whose output act_and_mul reads.
 
-    In a prefill on CUDA, the delta is returned as an UnexpandedDelta, v = A·x, and act_and_mul
-    multiplies v by B. That requires that gate and up are two linears; if they are stored as one,
-    the delta is always returned as a LoraDelta.
+    In a prefill on CUDA, a step of more tokens than any decode, the delta is returned as an
+    UnexpandedDelta, v = A·x, and act_and_mul multiplies v by B. That requires that gate and up are
+    two linears; if they are stored as one, the delta is always returned as a LoraDelta.
 
     Arguments: see linear_with_lora.
     """
@@ -313,8 +315,7 @@ def embed_adapted(
 ) -> None:
     """Replace embeddings of trained tokens, and add LoRA to embeddings, in place.
 
-    Computes reference.replace_embeddings and reference.add_embedding_lora; no adapter has both
-    trained embedding rows and LoRA on embeddings.
+    No adapter has both trained embedding rows and LoRA on embeddings.
 
     y [tokens, hidden]: the base model's embeddings
     token_ids [tokens] int64

@@ -21,14 +21,15 @@ def add_lora(
 ) -> None:
     """Add LoRA to a product: y[t] += B(t)·A(t)·x[t] for every linear of the group, in place.
 
-    Then, for linears with vectors, y[t] becomes (1 + gain(t)) · y[t] + bias(t).
+    Then, for linears with vectors (a gain and a bias of an adapter), y[t] becomes (1 + gain(t)) ·
+    y[t] + bias(t).
 
     x [tokens, d_in]
     y [tokens, sum(d_outs)]: outputs of the group's linears side by side
 
-    Sums are float32; y is rounded once; with vectors twice, for a composition once per adapter.
-    Tokens outside every segment, and linears of rank 0 without vectors, keep their y. Raises
-    ShapeError.
+    Sums are float32; y is rounded once; with vectors twice, for a composition (a weighted sum of
+    adapters) once per adapter. Tokens outside every segment, and linears of rank 0 without vectors,
+    keep their y. Raises ShapeError if an operand's shape or layout does not fit.
     """
     expand(shrink(x, weights, segments, layer, group), y, weights, segments, layer, group)
     if segments.has_vectors:
@@ -143,7 +144,7 @@ def add_expert_lora(
     *,
     gathered: bool,
 ) -> None:
-    """Add LoRA to an expert product, y[r] += B(r)·A(r)·x[r]: see kernels.lora.experts."""
+    """Compute y[r] += B(r)·A(r)·x[r] in place: see kernels.lora.experts.add_expert_lora."""
     weights, routed = experts.step.weights, experts.routed
     runs, lengths = torch.unique_consecutive(experts.owners, dim=0, return_counts=True)
     end = 0
@@ -165,7 +166,8 @@ def _expert_matrix(
 ) -> torch.Tensor:
     """Return an expert's matrix [rank, width].
 
-    place: where the matrices begin, as LoraWeights.table has it: odd if there is one for all.
+    place: element of the arena at which the experts' matrices begin (LoraWeights.table); odd if all
+        experts share one matrix, which then begins one element earlier.
     """
     start = place - 1 if place % 2 else place + expert * rank * width
     return weights.arena[start : start + rank * width].view(rank, width)
@@ -181,7 +183,8 @@ def shrink(
     → v [tokens, slices, segments.max_rank] float32
 
     v is zero for tokens without an adapter, and in columns from the adapter's rank on. The columns
-    of a composition's adapters follow one another, times their weights. Raises ShapeError.
+    of a composition's adapters follow one another, multiplied by their weights. Raises ShapeError
+    if an operand's shape or layout does not fit.
     """
     if x.dim() != 2 or x.shape[1] != group.d_in:
         raise ShapeError(f"x has shape {tuple(x.shape)}: want [tokens, {group.d_in}]")
@@ -211,7 +214,7 @@ def expand(
     y [tokens, sum(d_outs)]
 
     Sums are float32, rounded once, for a composition once per adapter. Tokens without an adapter
-    keep their y. Raises ShapeError.
+    keep their y. Raises ShapeError if an operand's shape or layout does not fit.
     """
     if y.dim() != 2 or y.shape[1] != sum(group.d_outs):
         raise ShapeError(f"y has shape {tuple(y.shape)}: want [tokens, {sum(group.d_outs)}]")
@@ -228,6 +231,8 @@ def pieces(
 ) -> list[tuple[slice, int, int, int, int, int, float]]:
     """List the LoRA work of a fused linear, one entry for each segment, adapter of the segment and
     linear of rank above 0.
+
+    A segment is a run of tokens of one adapter, or of one composition, a weighted sum of adapters.
 
     An entry is (tokens of the segment, index of the linear in the group, elements of the arena at
     which A and B start, rank, sum of the ranks before it in the composition, weight).
@@ -257,7 +262,7 @@ def _ids(weights: LoraWeights, start: int, count: int) -> torch.Tensor:
 def _composed_pieces(
     weights: LoraWeights, segments: Segments, layer: int, group: LoraGroup
 ) -> list[tuple[slice, int, int, int, int, int, float]]:
-    """Return `pieces` of segments of which some may be compositions'."""
+    """Return `pieces` of segments, some of which may have a weighted sum of adapters."""
     assert weights.members is not None, "segments of compositions without their members"
     assert weights.member_weights is not None, "members without weights"
     members = weights.members[segments.slots.long()].tolist()

@@ -29,14 +29,15 @@ def shrink(
     """Compute v with Σ_p v[t, p, s, k] = A(t, s)[k] · x[t], for token t's adapter.
 
     p is a part of d_in, k a rank, and s a slice: one of the fused linears, such as q in qkv. For a
-    composition, v is multiplied by the weight of the rank's adapter.
+    composition, a weighted sum of adapters, v is multiplied by the weight of the rank's adapter.
 
     x [tokens, d_in]
     A(t, s) [rank, d_in]
     → v [tokens, parts, slices, tiles.rank_stride] float32, undefined for tokens without an adapter,
       and for k from the adapter's rank on
 
-    Products of 16-bit operands are exact, sums are float32. Raises ShapeError.
+    Products of 16-bit operands are exact, sums are float32. Raises ShapeError if an operand's shape
+    or layout does not fit.
     """
     check_group(weights, group)
     check_rows("x", x, group.d_in, weights)
@@ -109,15 +110,23 @@ def _shrink(
     beyond an adapter's rank end at once. In a prefill a block holds all columns of most adapters,
     so that x is read once.
 
-    x, v: see `shrink`. arena, table: see LoraWeights. tiles: Tiles.rows. split: inputs of a part.
+    x, v: see `shrink`.
+    arena, table: the adapters' weights, and where each begins (LoraWeights).
+    tiles: slot and tokens of each tile (Tiles.rows).
+    split: inputs of a part.
     slot_stride, layer_stride: strides of the table.
+    rank_stride: columns of v for each linear.
     first_linear: index of the group's first linear in the table.
-    members, member_weights: see LoraWeights; None: a step without compositions.
+    members, member_weights: adapters of each composition (a weighted sum of adapters), and their
+        weights; None: a step without compositions.
     upcast: whether to multiply in float32. early_expand: whether `expand` is launched before this
         kernel ends.
     one_slice: whether a block holds ranks of one slice.
-    block_columns: columns of a block. wide_columns: columns of a block in a prefill, for an adapter
-        with more ranks than block_columns.
+    block_columns: columns of a block.
+    block_tokens, block_in: tokens of a tile, and inputs read at once.
+    slices: number of linears of the group.
+    wide_columns: columns of a block of one slice, for an adapter with more ranks than
+        block_columns.
     """
     if early_expand:
         tl.extra.cuda.gdc_launch_dependents()

@@ -27,9 +27,10 @@ class Tiles:
     rows [tiles, 3] int32: of each tile, the adapter slot (−1 for none), the first token, and the
         number of tokens, at most config.tokens.
     tokens [1] int32: number of tokens with an adapter, which come first in the step.
-    segments: number of segments, including those of length 0.
+    segments: number of segments (runs of tokens of one adapter), including those of length 0.
     max_rank: upper bound of the adapters' ranks.
-    composed: whether some slot may be a composition's.
+    regime, config: regime of the step (few, dense or prefill), and its launch parameters.
+    composed: whether some slot may hold a composition, a weighted sum of adapters.
     """
 
     rows: torch.Tensor
@@ -81,8 +82,8 @@ def list_tiles(segments: Segments, tokens: int) -> Tiles:
 def launches_early(tiles: Tiles, device: torch.device) -> bool:
     """Return whether `expand` is launched before `shrink` ends, and waits for it on the GPU.
 
-    Requires Hopper (programmatic dependent launch). False in a prefill: there `expand` would occupy
-    the few multiprocessors left to LoRA, which `shrink` needs.
+    Requires Hopper (programmatic dependent launch). False in a prefill, in which `expand` would
+    occupy the few multiprocessors left to LoRA, which `shrink` needs.
     """
     return tiles.regime != Regime.PREFILL and _is_hopper(device)
 
@@ -107,12 +108,12 @@ def _list_tiles(
     tile_tokens: tl.tensor,
     block: tl.constexpr,
 ) -> None:
-    """List the tiles of one segment.
+    """List the tiles of one segment, a run of tokens of one adapter.
 
     One more program, after the programs of all segments, lists the tiles of tokens without an
     adapter, then the unused tiles.
 
-    slots, starts, lengths: see Segments.
+    slots, starts, lengths: adapter slot, first token and number of tokens of each segment.
     segments, tokens: number of segments and of tokens in the step.
     rows, total: Tiles.rows and Tiles.tokens, written here.
     capacity: number of tiles to list. tile_tokens: maximum number of tokens of a tile.
@@ -147,7 +148,8 @@ def _list_tiles(
 def tile_at(rows: tl.tensor, tile: tl.tensor) -> tl.tuple:
     """Return (adapter slot int64, first token, number of tokens) of a tile.
 
-    rows: Tiles.rows. tile: index of the tile.
+    rows: the step's tiles (Tiles.rows).
+    tile: index of the tile.
     """
     row = rows + tile * 3
     return tl.load(row).to(tl.int64), tl.load(row + 1), tl.load(row + 2)

@@ -49,9 +49,13 @@ def _place_logits(
 ) -> None:
     """Overwrite logits of trained tokens for one tile of rows, some trained tokens at a time.
 
-    v: result of `shrink`; its parts are summed first. arena, table: see LoraWeights.
+    v: result of `shrink`; its parts are summed first.
+    arena, table: the adapters' weights, and where each begins (LoraWeights).
     slot_stride, layer_stride: strides of the table.
-    tiles: Tiles.rows. linear: index of the trained head rows in the table.
+    rank_stride: columns of v for each linear.
+    tiles: slot and tokens of each tile (Tiles.rows).
+    linear: index of the trained head rows in the table.
+    block_tokens: number of rows of a tile.
     block_rows: number of trained tokens computed at once.
     """
     slot, start, length = tile_at(tiles, tl.program_id(0))
@@ -90,11 +94,15 @@ def replace_rows(
 
     Overwrites nothing for an adapter without trained rows.
 
-    entry: entry of the trained embedding rows in LoraWeights.table.
+    entry: pointer to the trained embedding rows' entry in LoraWeights.table.
+    arena: weights of all adapters, which hold the trained rows.
     y_rows [tokens, 1]: pointers to the embeddings.
     ids [tokens]: token ids.
     real [tokens]: whether the tile has this token.
     hidden: width of an embedding.
+    block_tokens: tokens of the tile.
+    block_rows: trained tokens compared at once.
+    block_columns: columns copied at once.
     """
     count = tl.load(entry + 2).to(tl.int32)
     if count > 0:

@@ -29,9 +29,11 @@ PREFILL_TOKENS = 512
 
 
 class Regime(StrEnum):
-    """Regime of a step, which selects launch parameters: few, dense or prefill.
+    """Regime of a step, which selects launch parameters.
 
-    The module's docstring explains them.
+    FEW: at most FEW_TOKENS tokens for each adapter, on average.
+    DENSE: more tokens for each adapter, but no prefill.
+    PREFILL: more than PREFILL_TOKENS tokens, more than any captured decode step.
     """
 
     FEW = "few"
@@ -57,6 +59,7 @@ class ShrinkConfig:
     wide_columns: columns of v for one program if the adapter has more ranks than `columns`.
     block_in: columns of x read at once.
     programs: number of programs to aim for when d_in is split among programs.
+    warps, stages: see triton.Config.
     """
 
     columns: int
@@ -73,6 +76,7 @@ class ExpandConfig:
 
     columns: columns of the output that a program computes at once.
     blocks: blocks of `columns` columns that a program computes one after the other.
+    warps: see triton.Config.
     """
 
     columns: int
@@ -85,6 +89,7 @@ class LaunchConfig:
     """Launch parameters of all LoRA kernels in one regime.
 
     tokens: maximum number of tokens of a tile.
+    shrink, expand: launch parameters of the two kernels.
     lora_sms: pairs (sum of ranks, number of multiprocessors left free for LoRA from this sum on),
         in ascending order.
     """

@@ -33,9 +33,9 @@ class LoraWeights:
         (1 + gain) · y + bias. None: no adapter has vectors.
 
     members [slots, MAX_MEMBERS] int32: slots of the adapters that each slot adds up, then −1s. The
-        last slots are those of compositions, whose rows of the table are 0: the ranks of their
-        adapters follow one another as if they were one adapter's. A slot that holds an adapter has
-        itself as its only member. None: there are no compositions.
+        last slots are those of compositions, weighted sums of adapters, whose rows of the table are
+        0: the ranks of their adapters follow one another as if they were one adapter's. A slot that
+        holds an adapter has itself as its only member. None: there are no compositions.
     member_weights [slots, MAX_MEMBERS] float32: the weight of each member.
     """
 
@@ -74,8 +74,10 @@ class Segments:
     max_rank: upper bound of the adapters' ranks.
     max_rows: for lm_head, upper bound of the head rows that one adapter replaces; 0 if none does.
     changes_experts: whether some adapter may change linears of experts.
-    has_vectors: whether some adapter may have vectors (LoraWeights.vectors).
-    composed: whether some slot may be a composition's (LoraWeights.members).
+    has_vectors: whether some adapter may have vectors, gains and biases of outputs
+        (LoraWeights.vectors).
+    composed: whether some slot may hold a composition, a weighted sum of adapters
+        (LoraWeights.members).
 
     All tensors are contiguous and on the device that runs the step.
     """
@@ -125,8 +127,8 @@ class UnexpandedDelta:
 
     v: output of `shrink` for this layer and group.
     tiles: the step's work list (kernels.lora.tiles.Tiles).
-    has_vectors: whether adapters' vectors (LoraWeights.vectors) are to be applied to the product
-        and its delta.
+    has_vectors: whether adapters' vectors, gains and biases of outputs (LoraWeights.vectors), are
+        to be applied to the product and its delta.
     """
 
     v: torch.Tensor
@@ -137,7 +139,7 @@ class UnexpandedDelta:
     has_vectors: bool = False
 
     def vector_operands(self) -> tuple[Any, Any, Any]:
-        """Return the table of vectors and its strides of slots and layers; None without vectors."""
+        """Return LoraWeights.vectors and its strides of slots and layers, or three Nones."""
         if not self.has_vectors:
             return None, None, None
         places = self.weights.vectors

@@ -30,8 +30,9 @@ _operators = by_device(__name__)
 class Scan:
     """Trained weights of the scan, and bounds of its time steps.
 
-    a_log, dt_bias, d [value_heads]: float32
-    time_limits: smallest and largest δ
+    a_log, dt_bias, d [value_heads] float32: weights of the decay, of the time step δ, and of the
+        input x that is added to the output
+    time_limits: smallest and largest time step δ
     """
 
     a_log: torch.Tensor
@@ -41,8 +42,9 @@ class Scan:
 
 
 def fits_gpu(heads: Heads) -> bool:
-    """Whether the scan has CUDA kernels for these heads: for B of 16, 32, 64 and so on elements,
-    and multiples of 16 values of a head.
+    """Whether the scan has CUDA kernels for these heads.
+
+    It has, if key_dim is a power of two of at least 16, and value_dim a multiple of 16.
     """
     return heads.key_dim >= 16 and heads.key_dim.bit_count() == 1 and heads.value_dim % 16 == 0
 
@@ -62,7 +64,7 @@ def decode_scan(
 
     xbc [tokens, value_heads · value_dim + 2 · key_heads · key_dim], each token contiguous: x of all
       heads, B and C of all groups, as the convolution returns them
-    dt [tokens, value_heads], each token contiguous
+    dt [tokens, value_heads], each token contiguous: time steps before dt_bias and softplus
     states [slots, value_heads, value_dim, key_dim], float32 or bfloat16, each slot contiguous: S of
       each head; zeros before the first token
     lora: LoRA delta of dt, whose rows have dt's strides; added to dt

@@ -41,7 +41,7 @@ def decode_scan(
     out: torch.Tensor | None = None,
     ring: Ring | None = None,
 ) -> torch.Tensor:
-    """See kernels.mamba."""
+    """Compute the scan of one token of each sequence, and update its state: see kernels.mamba."""
     assert fits_gpu(heads), heads
     y = checked_output(xbc, dt, states, heads, lora, out)
     values, entries = gcd(_DECODED, heads.value_dim), 0 if ring is None else ring.decays.shape[2]
@@ -64,7 +64,7 @@ def prefill_scan(
     out: torch.Tensor | None = None,
     ring: Ring | None = None,
 ) -> torch.Tensor:
-    """See kernels.mamba."""
+    """Compute the scan of several tokens of each sequence, and update states: see kernels.mamba."""
     assert fits_gpu(heads), heads
     y = checked_output(xbc, dt, states, heads, lora, out)
     values, entries = gcd(_VALUES, heads.value_dim), 0 if ring is None else ring.decays.shape[2]
@@ -92,10 +92,12 @@ def _steps(
     least: tl.tensor,
     most: tl.tensor,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Compute δ and g of one head for some tokens.
+    """Compute time steps δ, and logarithms of decays g, of one head for some tokens.
 
-    dt: see kernels.mamba.decode_scan. a_log, dt_bias: see Scan. least, most: Scan.time_limits.
-    lora, adapted: LoRA delta of dt, as lora_operands.operands returns it.
+    dt: see kernels.mamba.decode_scan.
+    a_log, dt_bias: weights of each head (Scan).
+    least, most: limits of δ.
+    lora, adapted: LoRA delta of dt, and its number of rows; None: no delta.
     token, head: indices of the tokens and of the head. stride: elements of dt from token to token.
     inside: mask of the tokens that exist; the results are 0 elsewhere.
     """
@@ -140,9 +142,10 @@ def _decode_scan(
     """Compute some values of one head for one sequence's token; update their state or the ring.
 
     xbc, dt, states: see kernels.mamba.decode_scan. y: its result.
-    a_log, dt_bias, d: see Scan. least, most: Scan.time_limits.
-    slots, tokens: see Decodes.
-    lora, adapted: LoRA delta of dt, as lora_operands.operands returns it.
+    a_log, dt_bias, d: weights of each head (Scan).
+    least, most: limits of the time step δ.
+    slots, tokens: state slot and token of each sequence (Decodes).
+    lora, adapted: LoRA delta of dt, and its number of rows; None: no delta.
     keys, corrections, decays, counts: see Ring; they hold B, δ x and g.
     stride, dt_stride: elements of xbc and of dt from token to token. slot_stride: elements of
         states from slot to slot.
@@ -248,9 +251,9 @@ def _prefill_scan(
 ) -> None:
     """Compute some values of one head for one sequence, chunk after chunk; update the state.
 
-    See the module's docstring.
-
-    slots, starts, ends, first_chunks, saves: see Prefills.
+    slots, starts, ends, first_chunks: state slot, first token, end and first chunk of each
+        sequence.
+    saves: slot to which the state after each chunk is copied; −1: none.
     stages: number of chunks that are loaded at the same time.
     precision: precision of tl.dot for float32 factors. All other operands: see _decode_scan.
     """

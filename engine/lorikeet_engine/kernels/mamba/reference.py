@@ -30,7 +30,7 @@ def decode_scan(
     out: torch.Tensor | None = None,
     ring: Ring | None = None,
 ) -> torch.Tensor:
-    """See kernels.mamba."""
+    """Compute the scan of one token of each sequence, and update its state: see kernels.mamba."""
     y = empty_output(xbc, heads) if out is None else out
     operands, skip = scan_operands(xbc, summed(dt, lora), scan, heads)
     decode_recurrence(operands, states, decodes, y, ring, skip)
@@ -48,7 +48,7 @@ def prefill_scan(
     out: torch.Tensor | None = None,
     ring: Ring | None = None,
 ) -> torch.Tensor:
-    """See kernels.mamba."""
+    """Compute the scan of several tokens of each sequence, and update states: see kernels.mamba."""
     y = empty_output(xbc, heads) if out is None else out
     operands, skip = scan_operands(xbc, summed(dt, lora), scan, heads)
     prefill_recurrence(operands, states, prefills, y, ring, skip)
@@ -58,7 +58,7 @@ def prefill_scan(
 def scan_operands(
     xbc: torch.Tensor, dt: torch.Tensor, scan: Scan, heads: Heads
 ) -> tuple[Operands, torch.Tensor]:
-    """Compute the recurrence's operands from those of decode_scan, and d · x."""
+    """Compute the recurrence's operands, and d · x, from the arguments of decode_scan."""
     keys, _, values = heads.widths
     x, b, c = torch.split(wide(xbc), [values, keys, keys], dim=1)
     x = x.view(-1, heads.value_heads, heads.value_dim)

@@ -8,7 +8,7 @@ _TOKENS = 4096  # of one program
 
 
 def forbid_others(logits: torch.Tensor, rows: torch.Tensor, allowed: torch.Tensor) -> None:
-    """See kernels.masks."""
+    """Set logits of tokens that are not allowed to -inf, in place: see kernels.masks."""
     vocab = logits.shape[1]
     _forbid_others[(len(rows), triton.cdiv(vocab, _TOKENS))](
         logits, rows, allowed, vocab, allowed.shape[1], _TOKENS, num_warps=8

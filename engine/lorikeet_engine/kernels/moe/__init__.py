@@ -46,10 +46,10 @@ ExpertWeight = torch.Tensor | Fp8Rows | Mxfp4Experts
 
 @dataclass(frozen=True, slots=True)
 class Clamp:
-    """Constants of clamped_swiglu.
+    """Constants of the activation clamped_swiglu, (u + 1) · g · sigmoid(alpha · g).
 
-    alpha: factor of gates in the sigmoid.
-    limit: largest gate, and largest magnitude of the values that are gated.
+    alpha: factor of gates g in the sigmoid.
+    limit: largest gate g, and largest magnitude of the values u that are gated.
     """
 
     alpha: float
@@ -58,7 +58,7 @@ class Clamp:
 
 @dataclass(frozen=True, slots=True)
 class Sigmoids:
-    """Weights of experts by sigmoids of their logits, instead of a softmax.
+    """Constants of routing by sigmoids of the experts' logits, instead of a softmax.
 
     bias [experts] float32: added to the sigmoids by which experts are chosen, not to weights.
     scale: factor of all weights.
@@ -77,7 +77,9 @@ class Sigmoids:
 class ClampedBiases:
     """Biases of experts whose activation is clamped_swiglu.
 
-    gate_up [experts, 2 · width], down [experts, hidden], contiguous; down None: no biases.
+    gate_up [experts, 2 · width], down [experts, hidden], contiguous; down None: the output gets no
+    biases.
+    clamp: constants of clamped_swiglu.
     """
 
     clamp: Clamp
@@ -103,6 +105,7 @@ def route(
 
     logits [tokens, experts], contiguous
     lora: LoRA delta that is added to the logits; None: no adapter
+    sigmoids: constants of weights by sigmoids; None: softmax
     factors [experts] float32: factor of each expert's weight, last; None: 1
     """
     operator = _operators(logits.device.type).route
@@ -193,6 +196,7 @@ def experts_of_one(
     gate_up [experts, 2 · width, hidden], contiguous
     down [experts, hidden, width], contiguous
     logits, lora, per_token, normalised, factors, sigmoids: as for `route`
+    biases: biases and clamp of clamped_swiglu, which then replaces act_and_mul
     gelu: GELU instead of SiLU
     squared_relu: squared ReLU instead of act_and_mul; gate_up is [experts, width, hidden]
     → [1, hidden] like x

@@ -16,10 +16,12 @@ def gate_clamped(
     width: tl.constexpr,
     block: tl.constexpr,
 ) -> None:
-    """Compute a block of columns of one row.
+    """Compute a block of columns of one row of clamped_swiglu.
 
     gate_up, biases: see kernels.moe.clamped_swiglu; y: its result.
-    pairs, experts: see RoutedRows. alpha, limit: see kernels.moe.Clamp. width: columns of y.
+    pairs, experts: pair of token and expert of each row, and experts of each token.
+    alpha, limit: see kernels.moe.Clamp.
+    width: columns of y.
     """
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * block + tl.arange(0, block)

@@ -40,7 +40,10 @@ def route(
     sigmoids: Sigmoids | None = None,
     factors: torch.Tensor | None = None,
 ) -> RoutedRows:
-    """See kernels.moe. Two launches: a program for each token, then a program for each expert."""
+    """Choose each token's experts, and sort token-expert pairs by expert: see kernels.moe.
+
+    Two launches: a program for each token, then a program for each expert.
+    """
     tokens, experts = logits.shape
     ints = partial(torch.empty, dtype=torch.int32, device=logits.device)
     chosen, weights = choose_experts(
@@ -81,7 +84,7 @@ def expert_products(
 def clamped_swiglu(
     gate_up: torch.Tensor, biases: torch.Tensor, routed: RoutedRows, clamp: Clamp
 ) -> torch.Tensor:
-    """See kernels.moe."""
+    """Compute (u + 1) · g · sigmoid(alpha · g) of each routed row: see kernels.moe."""
     rows, width = len(gate_up), gate_up.shape[1] // 2
     y = gate_up.new_empty((rows, width))
     gate_clamped[(rows, triton.cdiv(width, _COLUMNS))](
@@ -93,7 +96,7 @@ def clamped_swiglu(
 def combine(
     y: torch.Tensor, routed: RoutedRows, biases: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """See kernels.moe."""
+    """Sum each token's expert outputs, multiplied by their weights: see kernels.moe."""
     tokens, width = len(routed.weights), y.shape[1]
     out = y.new_empty((tokens, width))
     sum_weighed[(tokens, triton.cdiv(width, _COLUMNS))](
@@ -118,7 +121,10 @@ def experts_of_one(
     sigmoids: Sigmoids | None = None,
     squared_relu: bool = False,
 ) -> torch.Tensor:
-    """See kernels.moe; x [1, hidden], contiguous. This takes three launches."""
+    """Compute the experts' MLPs of a single token: see kernels.moe.
+
+    x [1, hidden], contiguous. This takes three launches.
+    """
     chosen, weights = choose_experts(
         logits, lora, per_token, normalised=normalised, factors=factors, sigmoids=sigmoids
     )

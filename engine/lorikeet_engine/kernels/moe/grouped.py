@@ -29,6 +29,7 @@ class TileConfig:
 
     rows, outputs: size of a program's output tile.
     inputs: columns of the weight read at once.
+    warps, stages: see triton.Config.
     """
 
     rows: int
@@ -119,10 +120,12 @@ def _products(
 
     Programs beyond the last tile do nothing.
 
-    x, weight, y, gathered: see kernels.moe.expert_products. pairs, starts, per_token: see
-        RoutedRows.
+    x, weight, y, gathered: see kernels.moe.expert_products.
+    pairs, starts: pair of token and expert of each row, and first row of each expert.
+    per_token: experts of a token.
     expert_block: `experts` rounded up to a power of two.
-    block_rows, block_outputs, block_inputs: see TileConfig.
+    block_rows, block_outputs: size of an output tile.
+    block_inputs: inputs read at once.
     """
     expert, first_row, end = tile_at(tl.program_id(0), starts, experts, expert_block, block_rows)
     if expert >= experts:
@@ -160,7 +163,9 @@ def tile_at(
 
     The returned expert is `experts` or more if `tile` is past the last tile with rows.
 
-    tile: index of the tile. starts: RoutedRows.starts. block_rows: rows of a tile.
+    tile: index of the tile.
+    starts: first row of each expert (RoutedRows.starts).
+    block_rows: rows of a tile.
     expert_block: `experts` rounded up to a power of two.
     """
     each = tl.arange(0, expert_block)

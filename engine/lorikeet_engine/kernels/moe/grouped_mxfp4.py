@@ -121,7 +121,8 @@ def _products_mxfp4(
 
     Programs beyond the last tile do nothing.
 
-    words, scales: see Mxfp4Experts. upcast: see decodes_in_float32.
+    words, scales: codes and scales of the weight (Mxfp4Experts).
+    upcast: whether to multiply in float32.
     All other operands: see grouped._products.
     """
     expert, first_row, end = tile_at(tl.program_id(0), starts, experts, expert_block, block_rows)
@@ -163,9 +164,13 @@ def multiplied(
 ) -> tl.tensor:
     """Return the products of some rows and some outputs of one expert, in float32.
 
-    at_x [rows]: pointers to the rows. real [rows]: rows to read, others are 0; None: all.
-    words, scales: see Mxfp4Experts. line [outputs]: the outputs. upcast: see decodes_in_float32.
-    begin, end: the groups of inputs to multiply.
+    at_x [rows]: pointers to the rows.
+    real [rows]: mask of the rows to read, others are 0; None: all.
+    words, scales: codes and scales of the weights (Mxfp4Experts).
+    line [outputs]: indices of the outputs.
+    upcast: whether to multiply in float32.
+    begin, end: first group of 128 inputs to multiply, and the group after the last.
+    stages: number of groups that are loaded at the same time.
     → [outputs, rows]
     """
     first = (expert.to(tl.int64) * tl.cdiv(d_in, 128) + begin) * d_out
@@ -199,7 +204,10 @@ def _add_block(
 ) -> tl.tensor:
     """Add the products of one block of inputs to the sums.
 
-    at_x [rows, 32]: pointers to the rows' first inputs. first: the block's first input.
+    weights [outputs, 32]: weights of the block of 32 inputs.
+    at_x [rows, 32]: pointers to the rows' first 32 inputs.
+    real: mask of the rows to read; None: all.
+    first: the block's first input.
     """
     # Blocks beyond the last read the last inputs; their weights are 0.
     at = at_x + tl.multiple_of(tl.minimum(first, d_in - 32), 32)
@@ -215,7 +223,7 @@ def decoded(
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
     """Return the weights of the four blocks of a group, each [outputs, 32].
 
-    words [outputs, 32], exponents [outputs]: see Mxfp4Experts.
+    words [outputs, 32], exponents [outputs]: codes and scales of a group (Mxfp4Experts).
     upcast: whether to return float32, not bfloat16; without inline PTX, which Triton's interpreter
         lacks.
     """
@@ -241,12 +249,18 @@ def decoded(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _scaled(bits: tl.tensor, exponents: tl.tensor) -> tl.tensor:
-    """Return numbers of bfloat16, given by their bits, times their rows' scales, in float32."""
+    """Return numbers of bfloat16, given by their bits, times their rows' scales, in float32.
+
+    exponents [rows]: exponent bits of each row's scale, in the lowest byte.
+    """
     numbers = (bits << 16).to(tl.float32, bitcast=True)
     return numbers * ((exponents & 255) << 23).to(tl.float32, bitcast=True)[:, None]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _pair(exponents: tl.tensor) -> tl.tensor:
-    """Return the scales of rows as two equal numbers of bfloat16 in 32 bits: [rows, 1]."""
+    """Return the scales of rows as two equal numbers of bfloat16 in 32 bits: [rows, 1].
+
+    exponents [rows]: exponent bits of each row's scale, in the lowest byte.
+    """
     return ((exponents & 255) * 0x00800080)[:, None]

@@ -29,15 +29,15 @@ times the 2^126 that the codes lack.
 
 @dataclass(frozen=True, slots=True)
 class Mxfp4Experts:
-    """Weights W [experts, d_out, d_in] in MXFP4, all tensors contiguous.
+    """Weights W [experts, d_out, d_in] in MXFP4: 4-bit codes, and a scale for each 32 inputs.
 
     Inputs are in groups of 128, that is of four blocks, so that a kernel reads 16 bytes at a time,
     and decodes them without moving values between threads: word j of a group holds the codes of
-    input j of each of its blocks (BITS). Blocks beyond d_in are 0.
+    input j of each of its blocks (BITS). Blocks beyond d_in are 0. All tensors are contiguous.
 
     words [experts, groups, d_out, 32] int16
     scales [experts, groups, d_out] int32: SCALE_OFFSET + s of each block, the first in the lowest
-        byte.
+        byte. A block's scale is 2^(s − 127).
     d_in: number of inputs, a multiple of 32.
     """
 
@@ -72,11 +72,11 @@ class Mxfp4Experts:
 
 
 def pack(codes: torch.Tensor, scales: torch.Tensor) -> Mxfp4Experts:
-    """Pack a weight of each expert.
+    """Pack all experts' weights in the form of Mxfp4Experts.
 
     codes [experts, d_out, d_in / 2] uint8: two E2M1 codes in a byte, the even input's in the low
         half.
-    scales [experts, d_out, d_in / 32] uint8
+    scales [experts, d_out, d_in / 32] uint8: s of each block, whose scale is 2^(s − 127).
 
     Raises ValueError if a scale is above LARGEST_SCALE, which includes the scale that means NaN.
     """
@@ -111,7 +111,7 @@ def part(
 
     Raises ValueError if `columns` does not begin and end at multiples of 32 inputs.
 
-    codes, scales: as for `pack`.
+    codes, scales: as for `pack`, of which the first dimension is experts.
     """
     first, last = columns.start, columns.stop
     if first % BLOCK or last % BLOCK:
@@ -123,7 +123,10 @@ def part(
 
 
 def _placed(places: Sequence[int]) -> list[int]:
-    """Return each code's bits of a word, as a signed number of 16 bits."""
+    """Return the 16-bit word that holds each of the 16 codes of 4 bits, as a signed number.
+
+    places: bit of the word for each bit of a code, the highest first.
+    """
     bits = [
         sum((code >> 3 - at & 1) << place for at, place in enumerate(places)) for code in range(16)
     ]

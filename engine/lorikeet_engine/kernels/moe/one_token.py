@@ -40,6 +40,7 @@ def gate_up_of(
     x [1, d_in]
     weight [experts, d_out, d_in]
     chosen [1, per_token] int32: the token's experts
+    config: launch parameters
     gelu: GELU instead of SiLU
     biases: biases and clamp of clamped_swiglu, which then replaces act_and_mul
     squared_relu: squared ReLU instead of act_and_mul; there are no gates
@@ -119,9 +120,11 @@ def _gate_up(
 
     x, weight, chosen, gelu, squared_relu: see gate_up_of; y: its result.
     scales: of an FP8 weight; None: floats.
-    biases, alpha, limit: see bias_arguments.
+    biases, alpha, limit: biases of gate_up and constants of clamped_swiglu (Clamp).
     high, wide: height and width of the weight's blocks that have scales; wide 0: rows have scales.
-    rows, summed: see GemvConfig. block: columns read at once.
+    rows: rows of a tile of the weight.
+    summed: neighbouring columns that a thread adds up as it reads them.
+    block: columns read at once.
     """
     tile, index = tl.program_id(0), tl.program_id(1)
     place = tl.minimum(tile * rows + tl.arange(0, rows), d_out - 1)
@@ -186,7 +189,9 @@ def _down(
     scales: of an FP8 weight; None: floats.
     high, wide: height and width of the weight's blocks that have scales; wide 0: rows have scales.
     experts: number of the token's experts; expert_block: that, rounded up to a power of two.
-    rows, summed: see GemvConfig. block: columns read at once.
+    rows: rows of a tile of the weight.
+    summed: neighbouring columns that a thread adds up as it reads them.
+    block: columns read at once.
     """
     each = tl.arange(0, expert_block)
     expert = tl.load(chosen + each, mask=each < experts, other=0).to(tl.int64)

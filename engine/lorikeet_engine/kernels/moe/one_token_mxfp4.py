@@ -33,7 +33,9 @@ def gate_up_of(
 ) -> torch.Tensor:
     """Compute clamped_swiglu of x·weight[e]ᵀ for each expert e chosen for a single token.
 
-    x, chosen: see one_token.gate_up_of
+    x [1, d_in]
+    chosen [1, per_token] int32: the token's experts
+    config: launch parameters
     → [per_token, d_out / 2]
     """
     _, d_out, d_in = weight.shape
@@ -56,7 +58,11 @@ def down_of(
 ) -> torch.Tensor:
     """Compute Σ_j shares[j] · (x[j]·weight[e]ᵀ + biases[e]) over the experts e = chosen[j].
 
-    x, chosen, shares, biases: see one_token.down_of
+    x [per_token, d_in]: each expert's input
+    chosen [1, per_token] int32: the token's experts
+    shares [1, per_token] float32: weights of the experts
+    biases [experts, d_out]: added to the products; None: no biases
+    config: launch parameters
     → [1, d_out]
 
     Each product is rounded before the sum, as if products and sum had a launch each.
@@ -119,8 +125,10 @@ def _gate_up_mxfp4(
 ) -> None:
     """Compute some activations of one expert: half of a tile's outputs gate the other half.
 
-    x, chosen: see gate_up_of; y: its result. words, scales: see Mxfp4Experts.
-    biases, alpha, limit: see one_token.bias_arguments. upcast: see decodes_in_float32.
+    x, chosen: see gate_up_of; y: its result.
+    words, scales: codes and scales of the weight (Mxfp4Experts).
+    biases, alpha, limit: biases of gate_up and constants of clamped_swiglu (Clamp).
+    upcast: whether to multiply in float32.
     """
     tile, index = tl.program_id(0), tl.program_id(1)
     place = tl.minimum(tile * block_outputs + tl.arange(0, block_outputs), d_out - 1)
@@ -163,10 +171,12 @@ def _down_mxfp4(
 
     The last program of a tile adds up those of all experts.
 
-    x, chosen, shares, biases: see down_of; y: its result. words, scales: see Mxfp4Experts.
-    parts [per_token, split, d_out]: partial sums of all programs. split: see ProductConfig.
-    arrived: counters (split_k.arrived).
-    upcast: see decodes_in_float32.
+    x, chosen, shares, biases: see down_of; y: its result.
+    words, scales: codes and scales of the weight (Mxfp4Experts).
+    parts [per_token, split, d_out]: partial sums of all programs.
+    split: number of programs that share the inputs.
+    arrived: counters of finished programs, one for each tile of outputs.
+    upcast: whether to multiply in float32.
     """
     tile, index, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     groups: tl.constexpr = tl.cdiv(d_in, 128)

@@ -22,7 +22,7 @@ def route(
     sigmoids: Sigmoids | None = None,
     factors: torch.Tensor | None = None,
 ) -> RoutedRows:
-    """See kernels.moe."""
+    """Choose each token's experts, and sort token-expert pairs by expert: see kernels.moe."""
     scores = logits.float()
     if lora is not None:
         scores[: lora.tokens] += lora.rows[: lora.tokens].float()
@@ -66,7 +66,7 @@ def expert_products(
     *,
     gathered: bool = False,
 ) -> torch.Tensor:
-    """See kernels.moe."""
+    """Compute each routed row's product with its expert's weight: see kernels.moe."""
     inputs = rows_of(x)
     d_out = (weight.rows if isinstance(weight, Fp8Rows) else weight).shape[1]
     y = inputs.new_empty(len(routed.pairs), d_out)
@@ -88,7 +88,7 @@ def expert_products(
 def clamped_swiglu(
     gate_up: torch.Tensor, biases: torch.Tensor, routed: RoutedRows, clamp: Clamp
 ) -> torch.Tensor:
-    """See kernels.moe."""
+    """Compute (u + 1) · g · sigmoid(alpha · g) of each routed row: see kernels.moe."""
     expert = routed.experts.flatten()[routed.pairs]
     gates, values = (gate_up.float() + biases[expert].float()).chunk(2, dim=-1)
     gates, values = gates.clamp(max=clamp.limit), values.clamp(-clamp.limit, clamp.limit)
@@ -98,7 +98,7 @@ def clamped_swiglu(
 def combine(
     y: torch.Tensor, routed: RoutedRows, biases: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """See kernels.moe."""
+    """Sum each token's expert outputs, multiplied by their weights: see kernels.moe."""
     outputs = y[routed.rows].float()  # [tokens, per_token, width]
     if biases is not None:
         outputs += biases[routed.experts].float()

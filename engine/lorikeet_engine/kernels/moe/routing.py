@@ -60,11 +60,11 @@ def choose(
 ) -> None:
     """Choose one token's experts, and compute the weight of each.
 
-    logits, per_token, normalised, factors: see kernels.moe.route. chosen, weights: see
-        choose_experts.
-    lora, adapted: the logits' LoRA delta, as lora_operands.operands returns it.
-    bias, scale, groups, kept_groups: see Sigmoids; bias None: weights are of a softmax, scale is 1,
-        and there is one group.
+    logits, per_token, normalised, factors: see kernels.moe.route.
+    chosen, weights [tokens, per_token]: experts of each token and their weights, written here.
+    lora, adapted: the logits' LoRA delta, and its number of rows; None: no delta.
+    bias, scale, groups, kept_groups: fields of Sigmoids; bias None: weights are of a softmax, scale
+        is 1, and there is one group.
     block, pair_block: `experts` and `per_token`, rounded up to powers of two.
     """
     token = tl.program_id(0).to(tl.int64)
@@ -117,8 +117,10 @@ def _of_kept_groups(
 ) -> tl.tensor:
     """Return `left`, by which experts are chosen, with −∞ for experts of groups that are not kept.
 
-    expert: index of each expert. size: number of experts of a group. groups, kept_groups: see
-        Sigmoids.
+    expert: index of each expert.
+    size: number of experts of a group.
+    groups: number of groups.
+    kept_groups: number of groups that are kept.
     """
     owner = expert // size
     of_own = tl.full(left.shape, -float("inf"), tl.float32)  # sum of the own group's two likeliest
@@ -150,7 +152,9 @@ def sort_by_expert(
 
     A row is a pair of a token and an expert chosen for the token. An expert's pairs stay in order.
 
-    chosen: result of `choose`. pairs, rows, starts: see RoutedRows; written here.
+    chosen [tokens, per_token]: result of `choose`.
+    pairs, rows, starts: pair of each row, row of each pair, and first row of each expert
+        (RoutedRows); written here.
     count: number of pairs. block: number of pairs read at once.
     """
     expert = tl.program_id(0)
@@ -186,7 +190,7 @@ def sum_weighed(
     """Compute a block of columns of the weighted sum of one token's expert outputs.
 
     y, biases: see kernels.moe.combine. out: the sums [tokens, width].
-    rows, weights, experts, per_token: see RoutedRows.
+    rows, weights, experts [tokens, per_token]: row, weight and expert of each of a token's pairs.
     width: columns of y.
     """
     token = tl.program_id(0).to(tl.int64)

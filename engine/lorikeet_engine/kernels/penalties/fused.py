@@ -16,7 +16,7 @@ _PENALTIES, _IN_OUTPUT = tl.constexpr(penalties.PENALTIES), tl.constexpr(penalti
 def penalise(
     logits: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor, state: PenaltyState
 ) -> torch.Tensor:
-    """See kernels.penalties."""
+    """Copy rows of logits, and apply penalties and biases to the copies: see kernels.penalties."""
     vocab = logits.shape[1]
     changed = logits.new_empty((len(rows), vocab), dtype=torch.float32)
     _penalise[(len(rows), triton.cdiv(vocab, _TOKENS))](
@@ -41,7 +41,7 @@ def _penalise(
     """Apply penalties and biases to a block of tokens of one row.
 
     logits, rows, slots: operands of kernels.penalties.penalise.
-    seen, biases, penalties: see PenaltyState.
+    seen, biases, penalties: counts of tokens, biases and penalties of all slots (PenaltyState).
     changed: output, the rows of logits after penalties and biases. block: number of tokens of a
         block.
     """

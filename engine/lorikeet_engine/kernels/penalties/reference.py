@@ -8,7 +8,7 @@ from lorikeet_engine.kernels.penalties import IN_OUTPUT, PenaltyState
 def penalise(
     logits: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor, state: PenaltyState
 ) -> torch.Tensor:
-    """See kernels.penalties."""
+    """Copy rows of logits, and apply penalties and biases to the copies: see kernels.penalties."""
     x = logits[rows].float()
     seen = state.seen[slots]
     repetition, frequency, presence = state.penalties[slots].unsqueeze(-1).unbind(1)

@@ -94,7 +94,7 @@ def add_rms_norm_fp8(
 ) -> Activations:
     """Compute add_rms_norm, and round each row of its result to FP8 as well.
 
-    Arguments: see add_rms_norm.
+    Arguments: see add_rms_norm, of which the result is Activations.rows.
     """
     operator = _operators(x.device.type).add_rms_norm_fp8
     y: Activations = operator(x, delta, weight, eps, lora, scale, delta_weight, exchange, factor)

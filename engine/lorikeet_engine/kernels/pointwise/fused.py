@@ -125,8 +125,8 @@ def _add_weighed(
     """Add a shared expert's output to some columns of one token.
 
     y, x, weights: see `add_weighed`. block: number of columns.
-    lora, adapted, lora_of_weights, adapted_weights: LoRA deltas of x and of weights, as
-        lora_operands.operands returns them.
+    lora, adapted, lora_of_weights, adapted_weights: LoRA deltas of x and of weights, and the number
+        of rows of each; None: no delta.
     """
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * block + tl.arange(0, block)
@@ -158,7 +158,7 @@ def _gated(
     """Compute some columns of one token's activation, in float32; 0 beyond the width.
 
     x: see act_and_mul. columns: indices of the columns. width: columns of the activation.
-    lora, adapted: LoRA delta of x, as lora_operands.operands returns it.
+    lora, adapted: LoRA delta of x, and its number of rows; None: no delta.
     """
     inside = columns < width
     at = token * (2 * width) + columns
@@ -181,8 +181,9 @@ def _squared_relu(
 ) -> None:
     """Compute some columns of one token's squared ReLU.
 
-    x: see squared_relu. y: result. lora, adapted: LoRA delta of x, as lora_operands.operands
-    returns it.
+    x: input of the activation.
+    y: result.
+    lora, adapted: LoRA delta of x, and its number of rows; None: no delta.
     """
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * block + tl.arange(0, block)
@@ -232,7 +233,8 @@ def _act_and_mul_fp8(
     """Compute one token's activation, then read it again from the cache and round it to FP8.
 
     Operands: see act_and_mul and _gated. y: activation. rounded_y, scales: its FP8 rows and scales.
-    block: number of columns computed at once. largest, least_scale: see fp8.fused.scale_of.
+    block: number of columns computed at once.
+    largest, least_scale: largest FP8 number, and lower bound of a row's scale.
     """
     token = tl.program_id(0).to(tl.int64)
     most = tl.zeros((block,), tl.float32)
@@ -262,7 +264,8 @@ def _add_delta(
 ) -> None:
     """Add the LoRA delta to some columns of one token.
 
-    y: see add_delta. lora, adapted: the LoRA delta, as lora_operands.operands returns it.
+    y: output of the linear layer.
+    lora, adapted: the LoRA delta, and its number of rows; None: no delta.
     """
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * block + tl.arange(0, block)

@@ -29,8 +29,9 @@ def add_rms_norm(
 ) -> torch.Tensor:
     """Set x to x + scale · (delta + lora), and return x / sqrt(mean(x²) + eps) · weight.
 
-    Returns x if weight is None. See kernels.pointwise. With an exchange, delta + lora is rounded to
-    x's dtype and summed over ranks before all else.
+    Returns x if weight is None. With delta_weight, the delta is normalised first. With an exchange,
+    delta + lora is rounded to x's dtype and summed over ranks before all else. See
+    kernels.pointwise.
     """
     return _launch_add_rms_norm(
         x, delta, weight, eps, lora, scale, delta_weight, exchange, factor, None
@@ -95,7 +96,8 @@ def _launch_add_rms_norm(
 def _rms_normed(x: tl.tensor, gains: tl.tensor, eps: tl.tensor, width: tl.constexpr) -> tl.tensor:
     """Return the RMS norm of a float32 row x, which must be 0 beyond its width.
 
-    gains: weight of the norm. eps: added to the mean square.
+    gains: weight of the norm, one factor for each column.
+    eps: added to the mean square.
     """
     scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / width + eps)
     return x * scale * gains.to(tl.float32)
@@ -154,10 +156,12 @@ def _add_rms_norm(
 
     x, delta, weight, eps, scale, delta_weight, factor: see kernels.pointwise.add_rms_norm. y:
         result.
-    lora, adapted: LoRA delta of `delta`, as lora_operands.operands returns it.
-    addresses, epochs, rank, world, most_rows: result of sum_over_ranks.exchange_operands.
+    lora, adapted: LoRA delta of `delta`, and its number of rows; None: no delta.
+    addresses, epochs, rank, world, most_rows: memory of a sum over ranks
+        (sum_over_ranks.exchange_operands); addresses None: there is one rank.
     rounded_y, scales: FP8 rows and scales of the result; None: it is not rounded.
-    block: `width` rounded up to a power of two. largest, least_scale: see fp8.fused.store_rounded.
+    block: `width` rounded up to a power of two.
+    largest, least_scale: largest FP8 number, and lower bound of a row's scale.
     """
     columns = tl.arange(0, block)
     inside = columns < width

@@ -116,8 +116,9 @@ def _gate(
 ) -> None:
     """Multiply some heads of one token by the activations of their gates.
 
-    x, gate, eps: see kernels.pointwise. y: result. lora, adapted: LoRA delta of gate, as
-        lora_operands.operands returns it.
+    x, gate, eps: see kernels.pointwise.
+    y: result.
+    lora, adapted: LoRA delta of gate, and its number of rows; None: no delta.
     weight: weight of the norm before a SiLU gate; None: a sigmoid gate without a norm.
     token_stride, head_stride: elements of `gate` from token to token and from head to head.
     rows: number of heads. columns: head_dim rounded up to a power of two.

@@ -22,7 +22,7 @@ def lora_at(
 ) -> tl.tensor:
     """Load some elements of a token's LoRA delta; 0 for a token without an adapter.
 
-    lora, adapted: the LoRA delta, as `operands` returns it.
+    lora, adapted: the LoRA delta, and its number of rows.
     at: offsets of the elements in the delta.
     inside: mask of the elements to load.
     """

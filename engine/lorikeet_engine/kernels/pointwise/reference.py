@@ -22,7 +22,7 @@ def add_rms_norm(
     exchange: RowExchange | None = None,
     factor: float | None = None,
 ) -> torch.Tensor:
-    """See kernels.pointwise."""
+    """Set x to x + scale · (delta + lora), and return its RMS norm: see kernels.pointwise."""
     assert exchange is None, "ranks on CPUs have no RowExchange"
     add_lora_delta(delta, lora)
     if delta_weight is not None:
@@ -36,7 +36,7 @@ def add_rms_norm(
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, scale: float = 1.0) -> torch.Tensor:
-    """See kernels.pointwise."""
+    """Return x / sqrt(mean(x²) + eps) · weight · scale: see kernels.pointwise."""
     normed = F.rms_norm(x.float(), weight.shape, weight.float(), eps)
     return (normed * scale).to(x.dtype)
 
@@ -52,7 +52,7 @@ def add_rms_norm_fp8(
     exchange: RowExchange | None = None,
     factor: float | None = None,
 ) -> Activations:
-    """See kernels.pointwise."""
+    """Compute add_rms_norm, and round each row of its result to FP8: see kernels.pointwise."""
     y = add_rms_norm(x, delta, weight, eps, lora, scale, delta_weight, exchange, factor)
     return Activations(y, quantize_rows(y))
 
@@ -72,7 +72,7 @@ def rotary_and_store_kv(
     keys_are_values: bool = False,
     query_gain: torch.Tensor | None = None,
 ) -> None:
-    """See kernels.pointwise."""
+    """Rotate queries and keys, and write keys and values into KV pages: see kernels.pointwise."""
     add_lora_delta(qkv.flatten(1), lora)
     if layer_kv is None:  # as if with a key and a value that are not kept
         tokens, heads, head_dim = qkv.shape
@@ -126,7 +126,7 @@ def rotary_and_store_kv(
 def mean_squares(
     qkv: torch.Tensor, kv_heads: int, processes: int, lora: LoraDelta | None = None
 ) -> torch.Tensor:
-    """See kernels.pointwise."""
+    """Compute each token's mean(q²) / processes and mean(k²) / processes: see kernels.pointwise."""
     summed = qkv.flatten(1).clone()
     add_lora_delta(summed, lora)
     squares = summed.view_as(qkv).float().square()
@@ -155,6 +155,7 @@ def _rms_norm(
     weight: [head_dim] normalises each head, [heads · head_dim] all heads together.
     mean_squares: mean squares over all heads that are normalised together, including those of other
         processes; None: computed from x.
+    eps: added to the mean square.
     """
     rows = x.reshape(len(x), -1, len(weight))
     if mean_squares is None:
@@ -171,7 +172,7 @@ def _normed(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 def act_and_mul(
     x: torch.Tensor, lora: LoraDelta | None = None, *, gelu: bool = False
 ) -> torch.Tensor:
-    """See kernels.pointwise."""
+    """Compute silu(g) · u, where [g, u] = x + lora: see kernels.pointwise."""
     add_lora_delta(x, lora)
     gates, values = x.chunk(2, dim=-1)
     return (F.gelu(gates, approximate="tanh") if gelu else F.silu(gates)) * values
@@ -180,7 +181,7 @@ def act_and_mul(
 def act_and_mul_fp8(
     x: torch.Tensor, lora: LoraDelta | None = None, *, gelu: bool = False
 ) -> Activations:
-    """See kernels.pointwise."""
+    """Compute act_and_mul, and round each row of its result to FP8: see kernels.pointwise."""
     y = act_and_mul(x, lora, gelu=gelu)
     return Activations(y, quantize_rows(y))
 
@@ -192,7 +193,7 @@ def gated_rms_norm(
     eps: float,
     lora: LoraDelta | None = None,
 ) -> torch.Tensor:
-    """See kernels.pointwise."""
+    """Compute x / sqrt(mean(x²) + eps) · weight · silu(gate + lora): see kernels.pointwise."""
     add_lora_delta(gate, lora)
     normed = F.rms_norm(x.float(), weight.shape, weight.float(), eps)
     return (normed * F.silu(gate.float())).to(x.dtype)
@@ -206,7 +207,10 @@ def gated_group_norm(
     lora: LoraDelta | None = None,
     means: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """See kernels.pointwise."""
+    """Compute y / sqrt(mean(y²) + eps) · weight of y = x · silu(gate + lora).
+
+    See kernels.pointwise.
+    """
     add_lora_delta(gate, lora)
     gated = x.float() * F.silu(gate.float())
     means = gated.square().mean(-1) if means is None else means
@@ -217,20 +221,20 @@ def gated_group_norm(
 def gated_mean_squares(
     x: torch.Tensor, gate: torch.Tensor, lora: LoraDelta | None = None
 ) -> torch.Tensor:
-    """See kernels.pointwise."""
+    """Compute the mean squares of x · silu(gate + lora): see kernels.pointwise."""
     gate = gate.clone()
     add_lora_delta(gate, lora)
     return (x.float() * F.silu(gate.float())).square().mean(-1)
 
 
 def squared_relu(x: torch.Tensor, lora: LoraDelta | None = None) -> torch.Tensor:
-    """See kernels.pointwise."""
+    """Compute max(x + lora, 0)²: see kernels.pointwise."""
     add_lora_delta(x, lora)
     return F.relu(x).square()
 
 
 def squared_relu_fp8(x: torch.Tensor, lora: LoraDelta | None = None) -> Activations:
-    """See kernels.pointwise."""
+    """Compute squared_relu, and round each row of its result to FP8: see kernels.pointwise."""
     y = squared_relu(x, lora)
     return Activations(y, quantize_rows(y))
 
@@ -250,7 +254,10 @@ def add_weighed(
     weights: torch.Tensor | None = None,
     lora_of_weights: LoraDelta | None = None,
 ) -> None:
-    """See kernels.pointwise."""
+    """Compute y += sigmoid(weights + lora_of_weights) · (x + lora) in place.
+
+    See kernels.pointwise.
+    """
     add_lora_delta(x, lora)
     if weights is None:
         y += x
@@ -260,7 +267,7 @@ def add_weighed(
 
 
 def add_delta(y: torch.Tensor, lora: LoraDelta) -> None:
-    """See kernels.pointwise."""
+    """Add a linear layer's LoRA delta to its output y in place: see kernels.pointwise."""
     add_lora_delta(y, lora)
 
 

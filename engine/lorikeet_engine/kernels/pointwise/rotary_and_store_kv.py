@@ -87,8 +87,8 @@ def _mean_squares(
     """Compute the mean square of one token's queries, or of its keys, divided by `processes`.
 
     qkv, processes: see kernels.pointwise.mean_squares; means: its result.
-    lora, adapted: LoRA delta of qkv, as lora_operands.operands returns it. token_stride: elements
-        of qkv from token to token.
+    lora, adapted: LoRA delta of qkv, and its number of rows; None: no delta.
+    token_stride: elements of qkv from token to token.
     queries, keys: elements of all queries, and of all keys, of a token.
     """
     token = tl.program_id(0).to(tl.int64)
@@ -117,7 +117,7 @@ def _weight(
 ) -> tl.tensor:
     """Load norm weights for some columns of a head, which is a query's or a key's.
 
-    query_weight, key_weight: see QkNorm.
+    query_weight, key_weight: weights of the norms of queries and keys (QkNorm).
     head: index of the head in qkv. heads: number of query heads, which come first.
     column: indices of the columns in the head.
     width: elements between the weights of two heads; 0: all heads share their weights.
@@ -136,7 +136,7 @@ def _weight(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def round_to_fp8(x: tl.tensor) -> tl.tensor:
-    """Round float32 to E4M3 as to_fp8 (kernels/fp8_kv.py) does."""
+    """Round float32 to the nearest E4M3 number as to_fp8 (kernels/fp8_kv.py) does."""
     kept = tl.minimum(tl.maximum(x, -448.0), 448.0)
     return tl.where(tl.abs(x) < float("inf"), kept, float("nan")).to(tl.float8e4nv)
 
@@ -176,10 +176,12 @@ def _rotary_and_store_kv(
 
     qkv, cos, sin, query_gain, layer_kv, slots, interleaved, spans_head, keys_are_values: see
         kernels.pointwise.rotary_and_store_kv.
-    lora, adapted: LoRA delta of qkv, as lora_operands.operands returns it.
+    lora, adapted: LoRA delta of qkv, and its number of rows; None: no delta.
     query_weight, key_weight, eps, mean_squares: see QkNorm; without a norm, the weights are None.
     whole: whether all heads together are normalised, instead of each head.
     norms_values: whether values are normalised, without a weight.
+    block_heads: heads of the program.
+    block_half: `half` rounded up to a power of two.
     key_inverse, value_inverse: 1 / scales of FP8 pages; None: pages are not FP8.
     plane: number of elements from a key in layer_kv to the value of the same token and head.
     kv_heads: number of key heads; 0 if there is no layer_kv.

@@ -41,7 +41,10 @@ def sum_over_ranks(
     own: this rank's row, 0 beyond its width.
     columns, inside: indices of own's columns, and mask of those below the width.
     row: index of the row.
-    addresses, epochs, rank: see RowExchange. world: number of ranks.
+    addresses [world] int64: address of the memory in which each rank receives rows.
+    epochs [most_rows] int32: number of times that each row was summed; raised by 1 here.
+    rank: index of this rank.
+    world: number of ranks.
     most_rows: maximum number of rows that the exchange sums.
     """
     epoch = tl.load(epochs + row) + 1

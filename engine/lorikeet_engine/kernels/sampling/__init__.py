@@ -72,6 +72,7 @@ def draw_tokens(
     best [rows]: largest logit of each row of logits; if it is not finite, the row's token is
       undefined
     tokens [rows] int64: written in place, only for rows of logits in `draws`
-    draws [rows, DRAW_FIELDS] int64: parameters of each draw
+    draws [rows, DRAW_FIELDS] int64: of each draw, the row of logits, 64 random bits, and
+      parameters: ROW, UNIFORM, SCALE, TOP_K, TOP_P and LEAST
     """
     _operators(logits.device.type).draw_tokens(logits, best, tokens, draws)

@@ -19,7 +19,9 @@ _MANTISSA = tl.constexpr((127 << 23) - (1 << 23))
 
 @triton.jit  # type: ignore[untyped-decorator]
 def weights_of(x: tl.tensor, best: tl.tensor, scale: tl.tensor) -> tl.tensor:
-    """Return the int64 weights of float32 logits x, as kernels.sampling defines them.
+    """Return the int64 weights of float32 logits x, in units of 2 ** −44.
+
+    A weight is 2 ** ((x − best) · scale).
 
     best: largest logit of the row.
     scale: log₂(e) / temperature.

@@ -32,7 +32,7 @@ _NO_WEIGHT = tl.constexpr(-46.0)  # an exponent whose weight is 0, with a margin
 def draw_tokens(
     logits: torch.Tensor, best: torch.Tensor, tokens: torch.Tensor, draws: torch.Tensor
 ) -> None:
-    """See kernels.sampling."""
+    """Draw a token for each row of `draws`, and write it to `tokens`: see kernels.sampling."""
     rows, vocab = len(draws), logits.shape[1]
     chunks = triton.cdiv(vocab, _CHUNK.value)
     sums = logits.new_empty((rows, 2, chunks), dtype=torch.int64)
@@ -66,7 +66,8 @@ def _sum_chunks(
 ) -> None:
     """Compute a chunk's sum of all weights, and its sum of the weights that min_p keeps.
 
-    For a row with top_k, computes the largest logit of each of the chunk's groups instead.
+    For a row with top_k, computes the largest logit of each of the chunk's groups of neighbouring
+    columns instead.
 
     logits, best, draws: see kernels.sampling.draw_tokens.
     sums: for each row the chunks' sums of kept weights, then of all weights; written here.
@@ -129,7 +130,7 @@ def _count(
 
     row: pointer to the row of logits.
     groups, listed: list of groups of neighbours, and its length.
-    bits: see arithmetic.key_of.
+    bits: bits of sort keys (arithmetic.key_of): 16 for bfloat16 logits, else 32.
     """
     count = 0
     for chunk in range(tl.cdiv(listed, _GROUPS)):
@@ -153,9 +154,10 @@ def _list_groups(
 
     largest: pointer to the largest logits of the row's groups. count: number of these groups.
     groups: memory to which the list is written.
+    block: `count` rounded up to a power of two.
     low: sort key below which weights are 0.
     high: sort key above the sort keys of all tokens.
-    bits: see arithmetic.key_of.
+    bits: bits of sort keys (arithmetic.key_of): 16 for bfloat16 logits, else 32.
     → number of listed groups, and a lower bound of the top_k tokens' sort keys, at least `low`
     """
     group = tl.arange(0, block)
@@ -191,7 +193,7 @@ def _last_of_top_k(
     row: pointer to the row of logits.
     groups, listed: list of groups of neighbours, and its length.
     low, high: bounds of the sort key, the lower one inclusive.
-    bits: see arithmetic.key_of.
+    bits: bits of sort keys (arithmetic.key_of): 16 for bfloat16 logits, else 32.
     """
     while high - low > 1:
         middle = low + (high - low) // 2
@@ -219,7 +221,7 @@ def _ranks_before(
     A token ranks better if its sort key is larger, or equal at a column lower than `end`.
 
     column, x: columns and logits of the tokens.
-    bits: see arithmetic.key_of.
+    bits: bits of sort keys (arithmetic.key_of): 16 for bfloat16 logits, else 32.
     """
     own = key_of(x, bits)
     return (own > key) | ((own == key) & (column < end))
@@ -246,7 +248,7 @@ def _draw(
 
     logits, best, draws, tokens: see kernels.sampling.draw_tokens.
     sums, largest: results of _sum_chunks. groups: memory for _list_groups.
-    bits: see arithmetic.key_of.
+    bits: bits of sort keys (arithmetic.key_of): 16 for bfloat16 logits, else 32.
     chunks: number of chunks of a row; chunks_block: that, rounded up to a power of two.
 
     Variables: `listed`, number of groups with tokens of top_k, 0 without top_k; `used`, number of

@@ -21,7 +21,7 @@ _64_BITS = (1 << 64) - 1
 def draw_tokens(
     logits: torch.Tensor, best: torch.Tensor, tokens: torch.Tensor, draws: torch.Tensor
 ) -> None:
-    """See kernels.sampling."""
+    """Draw a token for each row of `draws`, and write it to `tokens`: see kernels.sampling."""
     rows = draws[:, ROW]
     x = logits[rows].float()
     weights = _weights(x, best[rows].float(), draws[:, SCALE].to(torch.int32).view(torch.float32))
@@ -55,7 +55,8 @@ def kept_tokens(x: torch.Tensor, draws: torch.Tensor, *, ranked: bool) -> torch.
     The host does not wait for the device.
 
     x [rows, vocab] float32: logits
-    draws [rows, DRAW_FIELDS] int64: parameters of each row; ROW and UNIFORM are not used
+    draws [rows, DRAW_FIELDS] int64: of each row SCALE, TOP_K, TOP_P and LEAST; ROW and UNIFORM are
+        not used
     ranked: whether any row has top_k or top_p
     """
     scale = draws[:, SCALE].to(torch.int32).view(torch.float32)
@@ -79,7 +80,9 @@ def _mix(bits: int) -> int:
 
 
 def _weights(x: torch.Tensor, best: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Return the weights [rows, vocab] int64 of logits x [rows, vocab].
+    """Return the weights [rows, vocab] int64 of logits x [rows, vocab], in units of 2 ** −44.
+
+    A weight is 2 ** ((x − best) · scale).
 
     Weights are 0 in a row whose largest logit, its `best`, is not finite.
 
@@ -99,7 +102,7 @@ def _weights(x: torch.Tensor, best: torch.Tensor, scale: torch.Tensor) -> torch.
 def _ranked(x: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return each token's rank in its row, and the sum of the weights of all tokens of better rank.
 
-    Both are [rows, vocab] int64.
+    Tokens of larger logits rank better; ties go to the lower id. Both are [rows, vocab] int64.
     """
     bits = x.view(torch.int32)
     keys = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # ordered as the floats are
