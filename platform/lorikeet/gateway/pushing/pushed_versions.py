@@ -152,7 +152,7 @@ class PushedVersions:
         self._seen.pop(version.tenant, None)
 
     def carry(self, key: Key) -> None:
-        """Keep a version of a push in this gateway's pipeline, even without announcements."""
+        """Keep a version that this gateway is pushing, even if no gateway announces it again."""
         self._carried.add(key)
 
     def let_go(self, key: Key) -> None:
