@@ -138,6 +138,6 @@ def _volume(pressures: Collection[ReplicaPressure]) -> tuple[float, str]:
 
 
 def _queue(pressures: Collection[ReplicaPressure]) -> float:
-    """Return the ratio of the replicas' mean queue wait to its bound."""
+    """Return the ratio of the replicas' longest queue waits, averaged, to their bound."""
     waits = [min(each.oldest_wait_s, 4 * _WAIT_S) for each in pressures]
     return sum(waits) / len(waits) / _WAIT_S

@@ -20,7 +20,8 @@ class PrefetchTarget:
 
     The replica does not report whether it loaded the adapter.
 
-    uses: number of the fleet's requests that the copy is expected to serve.
+    uses: part of the adapter's recent requests that the copy is expected to serve; a count that
+        halves every 45 s.
     """
 
     ref: AdapterRef
