@@ -106,7 +106,8 @@ def generate_routes(
 ) -> list[Route]:
     """Return a Starlette route for each path that generates, bypassing FastAPI.
 
-    of_batches: the routes are for lines of batches: see GenerateEndpoint.
+    of_batches: the routes are for lines of batches, which run in the background with the rights of
+        the key that made the batch.
 
     FastAPI would resolve dependencies, though there are none, which would take a quarter of the
     gateway's time on a request.
@@ -304,6 +305,7 @@ class RateLimitObserver(RequestObserver):
     ) -> None:
         """Set up the reservation.
 
+        hold: the request's place in the rate limits.
         max_context: longest sequence that replicas take, tokens; None if unknown.
         price: price of the call's tokens.
         """

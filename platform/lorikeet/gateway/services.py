@@ -72,7 +72,7 @@ class EngineClient(Protocol):
         ...
 
     async def parity(self, base_model: str, test: ParityTest) -> Parity | Refusal:
-        """Have a replica prove an adapter's parity with its trainer.
+        """Have a replica compare an adapter's log-probabilities with its trainer's (parity proof).
 
         Raises LorikeetError if no replica completes the proof.
         """
@@ -94,6 +94,8 @@ class EngineClient(Protocol):
 
         Return whether all replicas have the adapter on their hosts. Each replica keeps the adapter
         until `release`, or until a minute has passed since the last call of `deliver`.
+
+        blob: file with the adapter's blob.
         """
         ...
 

@@ -29,7 +29,8 @@ numbers takes a tenth of a second for 100,000.
 
 
 class PoolRequest(TemplateFields, ApiRequest):
-    """Fields common to requests that pool prompts.
+    """Fields common to requests that pool prompts: the answer has the values of a head or a vector
+    for each prompt, and no generated text.
 
     input: prompts, as texts or token ids. Each is pooled.
     messages: a chat to pool, as the chat template writes it. Without add_generation_prompt it ends
@@ -82,7 +83,7 @@ class PoolRequest(TemplateFields, ApiRequest):
 class ClassifyRequest(PoolRequest):
     """Request of POST /v1/classify.
 
-    use_activation: None or True: return probabilities; False: return the head's own values.
+    use_activation: None or True: return probabilities; False: return the head's logits.
     """
 
     endpoint = Endpoint.CLASSIFY
@@ -151,7 +152,8 @@ class EmbeddingsRequest(PoolRequest):
 
 
 def with_pooling(call: Call, head: Head | None, embedder: Embedder, hidden: int) -> Call:
-    """Return a call with its head or, for embeddings, its embedder.
+    """Return a call with its classification or reward head or, for embeddings, with its embedder,
+    the way in which texts are embedded.
 
     head, embedder: the base model's own, for adapters that have none.
     hidden: number of values of the base model's hidden states.

@@ -46,7 +46,8 @@ _LOGPROBS = "message.output_text.logprobs"
 class TextFormat(Body):
     """Answer format: text, any JSON object, or JSON constrained to a schema.
 
-    strict: as in a chat's response_format.
+    strict: False: keywords of the schema that the grammar cannot enforce are left out, and the
+        finished answer is checked against the schema; else such keywords are refused.
     """
 
     type: Literal["text", "json_object", "json_schema"]
@@ -227,7 +228,7 @@ class ResponsesRequest(IgnoredFields, SampledRequest):
         braces.
 
         stored: value of the answer's member `store`.
-        flex: whether the request runs in the background.
+        flex: whether the request runs in the background (service tier flex).
         """
         members = {
             "background": False,

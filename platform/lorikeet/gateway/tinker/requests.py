@@ -68,7 +68,10 @@ def sampling_session_id(model: str) -> str:
 
 
 def model_of_session(session_id: object) -> str:
-    """Return the name of a sampling session's model, from the session's id. Raises ValueError."""
+    """Return the name of a sampling session's model, from the session's id.
+
+    Raises ValueError if `session_id` is not such an id.
+    """
     try:
         coded = str(session_id).encode("ascii")
         return urlsafe_b64decode(coded + b"=" * (-len(coded) % 4)).decode()

@@ -37,11 +37,11 @@ Outcome = bytes | Refusal
 
 
 class SampleFutures:
-    """Running samples of this gateway, and outcomes of all gateways' samples. For use in one event
-    loop.
+    """Running samples of this gateway, and outcomes (answers or errors) of all gateways' samples.
+    For use in one event loop.
 
-    An outcome is kept for LIFETIME_S, or until newer ones need the memory. Each question for it
-    returns it.
+    An outcome is kept for LIFETIME_S, or until newer ones need the memory. Clients can get it more
+    than once.
     """
 
     def __init__(self, peers: Peers, gateways: int) -> None:
@@ -78,7 +78,7 @@ class SampleFutures:
 
         Of several waits for one sample only the last goes on; earlier ones return None at once.
 
-        Raises Expired if no gateway knows the sample.
+        Raises Expired if all gateways were asked and none knows the sample.
         """
         key = tenant, request_id
         found = await self._find(*key)
@@ -132,8 +132,8 @@ class SampleFutures:
                 await self._ask(_ENDED, *key, outcome)
 
     async def _find(self, tenant: str, request_id: str) -> Outcome | str | None:
-        """Return a sample's outcome; _RUNNING, and note that its client asked, if the sample runs
-        here; None if this gateway does not know it.
+        """Return a sample's outcome; _RUNNING if the sample still runs here, after noting that its
+        client asked for it; None if this gateway does not know the sample.
         """
         if (sample := self._running.get((tenant, request_id))) is not None:
             sample.touch()

@@ -42,7 +42,8 @@ class VllmSampling(SamplingFields):
 class InferenceRequest(ApiRequest):
     """Body of a request to continue token ids, with vLLM's fields.
 
-    `cache_salt` has no effect: a cached prefix belongs to one version of one adapter.
+    `cache_salt`, which keeps cached prefixes apart in vLLM, has no effect: here a cached prefix
+    belongs to one version of one adapter.
     """
 
     no_ops: ClassVar[NoOps] = {"stream": (False,), "priority": (0,)}

@@ -207,7 +207,11 @@ class _Values:
         return json.dumps(held)
 
     def _array(self, asked: _Items, path: tuple[str | int, ...]) -> str:
-        """Add the rules of arrays that meet an alternative; return the name of the first rule."""
+        """Add the rules of arrays that meet the constraints `asked`; return the name of the first
+        rule.
+
+        path: place of the schema in the root.
+        """
         name = self._name()
         rest, count = '""', len(asked.first)
         if asked.most is None or asked.most > count:
@@ -229,7 +233,11 @@ class _Values:
         return name
 
     def _object(self, asked: ArgumentRules, path: tuple[str | int, ...]) -> str:
-        """Add the rules of objects that meet an alternative; return the name of the first rule."""
+        """Add the rules of objects that meet the constraints `asked`; return the name of the first
+        rule.
+
+        path: place of the schema in the root.
+        """
         name = self._name()
         if not asked.properties:
             pairs = ""
