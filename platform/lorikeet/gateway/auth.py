@@ -380,7 +380,10 @@ def authenticate(
 
 
 def _scoped(key: KeyRecord, scope: Scope, *, reading: bool) -> KeyRecord:
-    """Return the key if it has the scope. Raises Forbidden."""
+    """Return the key if it has the scope; else raise Forbidden.
+
+    reading: the request changes and computes nothing, so a read-only key suffices.
+    """
     of_this_plane = (key.tenant is not None) is (scope is not Scope.ADMIN)
     enough = {scope, Scope.READ_ONLY} if reading else {scope}
     if not of_this_plane or not enough & key.scopes:

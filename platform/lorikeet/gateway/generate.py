@@ -137,6 +137,9 @@ def generate_routes(
 class GenerateEndpoint:
     """ASGI endpoint for requests of one schema that generate.
 
+    stored: stored responses, which requests of /v1/responses read and add to.
+    reads: tenants' limits on requests that generate nothing.
+    bodies: parser of the requests' bodies.
     of_batches: the requests are lines of batches. They run in the background, without a limit on
         their queue time, with the rights of the key whose id is in their state. Of the limits on
         requests only the month's budget applies.

@@ -34,7 +34,11 @@ class ResolvedPins:
 
 @dataclass(frozen=True, slots=True)
 class _Cached:
-    """A resolved pin, with the tenant's state that it was resolved from."""
+    """A resolved pin, with the tenant's state that it was resolved from.
+
+    held: the tenant's state, for comparison with later ones.
+    budget: the tenant's limit on pinned bytes; None: no limit.
+    """
 
     held: TenantState | bytes
     resolved: ResolvedPin

@@ -116,7 +116,12 @@ def sole_copies(
 
 
 class _Draft:
-    """Prefetch plan under construction, with the fleet as it will be after these prefetches."""
+    """Prefetch plan under construction, with the fleet as it will be after these prefetches.
+
+    demand: recent requests, a count that halves every 45 s, by digest, over all replicas.
+    sizes: bytes of adapters on a GPU, by digest.
+    replicas: replicas by name.
+    """
 
     def __init__(
         self,
@@ -316,7 +321,11 @@ class _TierBudget:
         return self.free_bytes / max(1, self._capacity_bytes)
 
     def hold(self, digest: str, size: int, uses: float) -> None:
-        """Count an adapter that the tier holds and that may be evicted."""
+        """Count an adapter that the tier holds and that may be evicted.
+
+        size: bytes of its image.
+        uses: recent requests for it on this replica.
+        """
         self.free_bytes -= size
         self._sizes[digest] = size
         self._scores[digest] = uses / math.sqrt(max(1, size))

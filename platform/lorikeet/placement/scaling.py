@@ -37,7 +37,9 @@ class ScalingDelays:
 
 
 class ScalingState(NamedTuple):
-    """Start of the present period of pressure, or of calm, in seconds of the caller's clock."""
+    """Start of the present period of pressure, in which more replicas are wanted, or of calm, in
+    which one fewer would do, in seconds of the caller's clock. None: there is no such period now.
+    """
 
     pressed_since_s: float | None = None
     calm_since_s: float | None = None

@@ -76,7 +76,7 @@ class CompletionRequest(GenerateRequest):
         return self.logprobs if self.echo else None
 
     def to_call(self, context: CallContext) -> Call:
-        """Return the request as a Call."""
+        """Return the request as a Call, the common form of all APIs, with facts from `context`."""
         return Call(
             endpoint=Endpoint.COMPLETIONS,
             prompts=self.prompt,

@@ -63,7 +63,7 @@ class PoolRequest(TemplateFields, ApiRequest):
         return self.user
 
     def to_call(self, context: CallContext) -> Call:
-        """Return the request as a Call."""
+        """Return the request as a Call, the common form of all APIs, with facts from `context`."""
         request: ChatRequest | CompletionRequest
         if self.messages is None:
             request = CompletionRequest.unchecked(model=self.model, prompt=self.input)
@@ -91,7 +91,7 @@ class ClassifyRequest(PoolRequest):
     use_activation: bool | None = None
 
     def to_call(self, context: CallContext) -> Call:
-        """Return the request as a Call."""
+        """Return the request as a Call, the common form of all APIs, with facts from `context`."""
         return replace(super().to_call(context), raw_scores=self.use_activation is False)
 
 
@@ -106,7 +106,7 @@ class PoolingRequest(ClassifyRequest):
     encoding_format: Literal["float", "base64"] = "float"
 
     def to_call(self, context: CallContext) -> Call:
-        """Return the request as a Call."""
+        """Return the request as a Call, the common form of all APIs, with facts from `context`."""
         return replace(super().to_call(context), base64=self.encoding_format == "base64")
 
 
@@ -120,7 +120,7 @@ class ScoreRequest(PoolRequest):
     endpoint = Endpoint.SCORE
 
     def to_call(self, context: CallContext) -> Call:
-        """Return the request as a Call."""
+        """Return the request as a Call, the common form of all APIs, with facts from `context`."""
         return replace(super().to_call(context), raw_scores=True)
 
 
@@ -142,7 +142,7 @@ class EmbeddingsRequest(PoolRequest):
     use_activation: bool | None = None
 
     def to_call(self, context: CallContext) -> Call:
-        """Return the request as a Call."""
+        """Return the request as a Call, the common form of all APIs, with facts from `context`."""
         return replace(
             super().to_call(context),
             dimensions=self.dimensions,

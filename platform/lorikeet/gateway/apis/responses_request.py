@@ -180,6 +180,8 @@ class ResponsesRequest(IgnoredFields, SampledRequest):
     def to_call(self, context: CallContext) -> Call:
         """Return a chat's Call for a replica, to be answered in the format of /v1/responses.
 
+        context: facts that are not in the body, such as caller and model.
+
         Raises InvalidInput if the input does not fit the stored conversation that it continues.
         """
         stored = context.stored_items
@@ -263,7 +265,10 @@ class InputTokensRequest(ResponsesRequest):
     def to_call(self, context: CallContext) -> Call:
         """Return the request as a Call without its adapter, whose weights no count depends on.
 
-        Raises InvalidInput for fields with which a response cannot be created either.
+        context: facts that are not in the body, such as caller and model.
+
+        Raises InvalidInput if POST /v1/responses would, too: if the input does not fit the stored
+        conversation that it continues.
         """
         call = super().to_call(context)
         return replace(

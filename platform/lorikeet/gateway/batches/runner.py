@@ -398,7 +398,11 @@ class _Run:
         batches.end(batch, status, **said)
 
     def _undone(self, done: Collection[int], total: int) -> Iterator[Line]:
-        """Yield the lines that are not done; none if the input is gone."""
+        """Yield the lines that are not done; none if the input file was deleted.
+
+        done: numbers of the lines that have results.
+        total: number of lines in the input.
+        """
         if len(done) == total:
             return
         try:

@@ -262,6 +262,9 @@ class PushEndpoints:
     """Endpoints that push a version and show the state of its push, for publish keys.
 
     A tenant's pushes are checked one after another.
+
+    registration: validator of blobs.
+    reads: tenants' limits on requests that generate nothing, in which pushes count, too.
     """
 
     def __init__(
@@ -437,7 +440,8 @@ class PushEndpoints:
         """Deliver a blob to all replicas and have one of them compare the adapter's
         log-probabilities with the trainer's (parity proof).
 
-        Raises InvalidAdapter if the proof is refused; replicas may then evict the adapter.
+        Raises InvalidInput for malformed probes, Unavailable if not all replicas take the adapter
+        in time, InvalidAdapter if the proof is refused. Replicas may then evict the adapter.
         """
         ValueBudget(MAX_VALUES).spend(push_request.probes)
         probes = await self._registration.run(parse_probes, push_request.probes)

@@ -240,7 +240,10 @@ class SampleRequest(ApiRequest):
         return convert
 
     def to_call(self, context: CallContext) -> Call:
-        """Return the request as a Call for a completion with token ids."""
+        """Return the request as a Call for a completion with token ids.
+
+        context: facts that are not in the body, such as caller and model.
+        """
         params, scored = self.sampling_params, self.prompt_logprobs or self.topk_prompt_logprobs
         stop = params.stop or ()
         texts = tuple(each for each in stop if isinstance(each, str))

@@ -45,7 +45,10 @@ class SampleFutures:
     """
 
     def __init__(self, peers: Peers, gateways: int) -> None:
-        """Register with the other gateways. gateways: number of gateways of the service."""
+        """Register the answers to other gateways' questions about samples.
+
+        gateways: number of gateways of the service.
+        """
         self._peers, self._alone = peers, gateways == 1
         self._running: dict[tuple[str, str], _Sample] = {}
         self._ended: dict[str, OrderedDict[str, Outcome]] = {}  # by tenant and id, oldest first
@@ -202,8 +205,8 @@ class SampleFutures:
 class _Sample:
     """Running call of a sample, and the observer that notes when a replica takes the call.
 
-    taken: done once a replica has taken the call or the call has ended; has the exception of a
-        call that failed before a replica took it.
+    taken: future that is done once a replica has taken the call or the call has ended; has the
+        exception of a call that failed before a replica took it.
     was_taken: whether a replica has taken the call.
     """
 
@@ -217,7 +220,10 @@ class _Sample:
         response.observers.append(self)
 
     async def message(self) -> bytes:
-        """Run the call; return its answer, b"" if it was cancelled. Raises LorikeetError."""
+        """Run the call; return its answer, b"" if it was cancelled.
+
+        Raises LorikeetError if the call fails.
+        """
         parts = list[bytes]()
 
         async def receive() -> Message:
@@ -235,7 +241,7 @@ class _Sample:
         self._left.set()
 
     def touch(self) -> None:
-        """Note that the client still asks for the sample."""
+        """Restart the timer that cancels the call, as the client has asked for the sample."""
         self._timer.cancel()
         self._timer = asyncio.get_running_loop().call_later(ABANDONED_S, self.leave)
 

@@ -66,7 +66,10 @@ class InferenceRequest(ApiRequest):
         return convert
 
     def to_call(self, context: CallContext) -> Call:
-        """Return the request as a Call for a completion with token ids."""
+        """Return the request as a Call for a completion with token ids.
+
+        context: facts that are not in the body, such as caller and model.
+        """
         sampling = {name: getattr(self.sampling_params, name) for name in VllmSampling.model_fields}
         return CompletionRequest.unchecked(
             model=self.model,

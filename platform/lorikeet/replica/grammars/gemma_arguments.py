@@ -262,7 +262,10 @@ class _Values:
         return name
 
     def _key(self, key: str, path: tuple[str | int, ...]) -> str:
-        """Return the Lark literals of a key."""
+        """Return the Lark literals of an argument's or member's name.
+
+        Raises InvalidInput for a name with the mark of strings in it.
+        """
         if _WORD.fullmatch(key):
             return json.dumps(key)
         if self._forbidden in key:
@@ -279,7 +282,9 @@ class _Values:
 
 
 def _repeated(rule: str, least: int, most: int | None) -> str:
-    """Return the Lark expression of a rule that is repeated."""
+    """Return the Lark expression of a rule repeated from `least` to `most` times; `most` None: any
+    number of times.
+    """
     return "" if most == 0 else f"({rule}){{{least},{'' if most is None else most}}}"
 
 
