@@ -39,7 +39,7 @@ class Price(NamedTuple):
         return computed + cached_tokens * self.cached_input + output_tokens * self.output
 
     def __str__(self) -> str:
-        """Return the prices of a million tokens, as in the setting."""
+        """Return the prices of a million tokens as text: input/cached/output."""
         return "/".join(f"{Decimal(each * _PRICED_TOKENS) / COST_UNITS:f}" for each in self)
 
 

@@ -89,7 +89,7 @@ class OidcTokens:
     def check_role(self, key: KeyRecord, *, of_admin: bool) -> None:
         """Raise Forbidden if the key of a token has no scope, naming the roles that give one.
 
-        of_admin: see `key_of`.
+        of_admin: the request is for the admin API.
         """
         if not key.scopes:
             wanted = ", ".join(role for role, (admins, _) in ROLES.items() if admins is of_admin)

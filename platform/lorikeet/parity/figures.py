@@ -124,5 +124,5 @@ def judge(mean: float, bounds: Bounds, *, beyond_rounding: bool) -> Verdict:
 
 
 def joined(parts: Sequence[Sequence[float]]) -> np.ndarray:
-    """Join the log-probabilities of several probes to one array."""
+    """Join the log-probabilities of several sequences of tokens (probes) to one array."""
     return np.concatenate([np.asarray(part, np.float64) for part in parts])

@@ -119,8 +119,8 @@ class _Draft:
                 yield shortfall
 
     def _charge(self, version: PinnedVersion, pin: PinRecord) -> Shortfall | None:
-        """Charge the version to its tenant's pin budget. Return a Shortfall, and charge nothing, if
-        it does not fit.
+        """Charge the version to its tenant's limit on pinned bytes. Return a Shortfall, and charge
+        nothing, if it does not fit.
         """
         tenant, image = version.ref.tenant, (version.ref.tenant, version.ref.digest)
         if tenant not in self._budgets or image in self._charged:

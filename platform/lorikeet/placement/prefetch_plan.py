@@ -331,10 +331,10 @@ class _TierBudget:
         self._scores[digest] = uses / math.sqrt(max(1, size))
 
     def victims(self, size: int, uses: float, loss: Callable[[str], float]) -> list[str] | None:
-        """Return the adapters to evict for `size` bytes; None if too many uses would be lost.
+        """Return the adapters to evict for `size` bytes; None if they are used too much.
 
-        uses: limit on the uses that are lost with all evicted adapters together.
-        loss: returns the uses that are lost with one adapter.
+        uses: limit on the recent requests for all evicted adapters together.
+        loss: returns the part of an adapter's recent requests that its copy here serves.
         """
         if self._order is None:
             self._order = sorted(self._sizes, key=lambda d: (self._scores[d], d), reverse=True)

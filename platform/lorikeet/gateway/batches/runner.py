@@ -87,7 +87,7 @@ class BatchRunner:
         self._seen: dict[str, tuple[str, float, float]] = {}
 
     def wake(self) -> None:
-        """Search for batches to run at once, as there is a new one."""
+        """Make the loop search for batches now, as there is a new one."""
         self._woken.set()
 
     async def run(self) -> NoReturn:

@@ -156,7 +156,9 @@ class PushedVersions:
         self._carried.add(key)
 
     def let_go(self, key: Key) -> None:
-        """Undo `carry`: forget the version after FORGOTTEN_S seconds without an announcement."""
+        """End the effect of `carry`: forget the version once no gateway has announced it for
+        FORGOTTEN_S seconds.
+        """
         self._carried.discard(key)
         if key in self._until_s:
             self._until_s[key] = self._clock() + FORGOTTEN_S

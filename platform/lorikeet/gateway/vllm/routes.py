@@ -228,7 +228,7 @@ class VllmEndpoints:
     async def _check_free(self, pusher: AdmittedPusher, name: str) -> None:
         """Raise InvalidInput if an adapter has this name, except one that the same key loaded.
 
-        Trainers begin anew with the names of an earlier run.
+        So a trainer that starts again can load adapters under the names of its earlier run.
         """
         tenant, key = pusher.caller
         record = await self._catalog_view.ask(lambda state: state.find(tenant.name, name))

@@ -72,7 +72,7 @@ class BareTexts:
         depth: number of schemas that contain this schema.
 
         Raises InvalidInput if the schema is malformed, `$ref` leads to itself, or a keyword cannot
-        be held.
+        be enforced.
         """
         if depth > _MOST_DEPTH:
             raise invalid("nested too deeply, or a $ref to itself")

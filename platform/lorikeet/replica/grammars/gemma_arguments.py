@@ -41,16 +41,16 @@ def gemma_arguments(
 ) -> list[str]:
     """Return the grammar rules for the arguments of a call of Gemma's, with their brackets.
 
-    Keys come in alphabetical order, as in Gemma's chat templates. Other objects than those of
-    arguments, and arrays, are held to the keywords that `ArgumentRules` and `_Items` name; strings,
-    numbers and constants to the same keywords as in JSON.
+    Keys come in alphabetical order, as in Gemma's chat templates. Nested objects and
+    arrays must meet the keywords that `ArgumentRules` and `_Items` name; strings, numbers and
+    constants the same keywords as in JSON.
 
     rule: name of the first rule, and prefix of the names of the other rules.
     schema: schema of the arguments object.
     quote: mark on both sides of each string.
     literal: function that turns a text into a literal of a Lark rule.
 
-    Raises InvalidInput, with the JSON path of the schema, for a schema that cannot be held.
+    Raises InvalidInput, with the JSON path of the schema, for a schema that cannot be enforced.
     """
     values = _Values(rule, schema, quote, literal)
     try:
