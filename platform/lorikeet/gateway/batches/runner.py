@@ -137,7 +137,7 @@ class BatchRunner:
     def _claim(self, tenant: str, batch_id: str) -> tuple[BatchRecord, int] | None:
         """Claim a batch; return it and the number of the run.
 
-        None: another gateway may be running it, or it has ended or was deleted.
+        None: another gateway may be running the batch, or the batch has ended or was deleted.
         """
         last, now_s = self.batches.last_lease(tenant, batch_id), time.monotonic()
         if last is not None:

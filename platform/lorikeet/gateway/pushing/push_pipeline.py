@@ -134,7 +134,7 @@ class PushPipeline:
         """Count a blob as being received, within the context. Leave the context after calling
         `begin`.
 
-        key: the pushed version.
+        key: tenant, adapter's name and digest of the pushed version.
 
         Raises Overloaded if the tenant has MOST_OF_TENANT pushes in the pipeline or being received.
         If the pipeline has this version already, only the pushes being received count.

@@ -81,7 +81,7 @@ class SampleFutures:
 
         Of several waits for one sample only the last goes on; earlier ones return None at once.
 
-        Raises Expired if all gateways were asked and none knows the sample.
+        Raises Expired if all gateways answer and none knows the sample.
         """
         key = tenant, request_id
         found = await self._find(*key)

@@ -196,7 +196,11 @@ class _Values:
         return [f"{name}_text"]
 
     def _scalars(self, schema: Any, types: frozenset[str], path: tuple[str | int, ...]) -> str:
-        """Return the JSON schema, as text, of the values of given types that fit a schema."""
+        """Return the JSON schema, as text, of the values of given types that fit a schema.
+
+        types: names of JSON types.
+        path: place of the schema in the root.
+        """
         with placed(json_path(path)):
             whole = self_contained(schema, self._root)
         own = {key: part for key, part in whole.items() if key != "$defs"}
