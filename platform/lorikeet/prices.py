@@ -18,7 +18,7 @@ _PRICES = re.compile(rf"({_PRICE})/({_PRICE})/({_PRICE})")
 
 
 class Price(NamedTuple):
-    """Prices of one token, in units of cost.
+    """Prices of one token, in units of cost, which are 10^-12 of the currency.
 
     input: a prompt's token that is computed.
     cached_input: a prompt's token that is found in the prefix cache.
@@ -30,7 +30,7 @@ class Price(NamedTuple):
     output: int
 
     def cost(self, prompt_tokens: int, cached_tokens: int, output_tokens: int) -> int:
-        """Return a request's cost, in units of cost.
+        """Return a request's cost, in units of 10^-12 of the currency.
 
         prompt_tokens: all tokens of the prompts.
         cached_tokens: those of them that were found in the prefix cache.
@@ -39,7 +39,7 @@ class Price(NamedTuple):
         return computed + cached_tokens * self.cached_input + output_tokens * self.output
 
     def __str__(self) -> str:
-        """Return the prices of a million tokens, as in the setting."""
+        """Return the prices of a million tokens as text: input/cached/output."""
         return "/".join(f"{Decimal(each * _PRICED_TOKENS) / COST_UNITS:f}" for each in self)
 
 
@@ -54,7 +54,8 @@ FREE = Price(0, 0, 0)
 
 
 def parse_prices(value: object) -> object:
-    """Parse `name=input/cached/output,name=…`, prices of a million tokens each, into prices.
+    """Parse `name=input/cached/output,name=…`, prices of a million tokens each, into a Price by
+    name; return a value that is no string unchanged.
 
     Raises ValueError for another form.
     """

@@ -24,13 +24,17 @@ def by_preference(key: str, replicas: Iterable[str]) -> list[str]:
 
 @lru_cache(_ORDERS_REMEMBERED)
 def preferred(key: str, replicas: tuple[str, ...]) -> Sequence[str]:
-    """Return `by_preference`, cached: consecutive placement plans ask for mostly the same keys."""
+    """Return all replicas in the order of `by_preference`, cached: consecutive placement plans ask
+    for mostly the same keys.
+    """
     return by_preference(key, replicas)
 
 
 @lru_cache(_CANDIDATES_REMEMBERED)
 def rendezvous_candidates(key: str, replicas: tuple[str, ...]) -> Sequence[str]:
-    """Return the first CANDIDATES of `by_preference`, cached: hashing takes 1.5 µs a replica."""
+    """Return the first CANDIDATES replicas in the order of `by_preference`, cached: hashing takes
+    1.5 µs a replica.
+    """
     return by_preference(key, replicas)[:CANDIDATES]
 
 

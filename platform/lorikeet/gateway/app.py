@@ -143,7 +143,11 @@ def _application(
     runner: BatchRunner | None,
     futures: SampleFutures,
 ) -> FastAPI:
-    """Build the application with its lifespan and middleware, but without its routes."""
+    """Build the application with its lifespan and middleware, but without its routes.
+
+    catalog_view, limit_sync, pipeline, runner, futures: parts whose background work the lifespan
+        starts or ends.
+    """
     return _bare_application(
         lambda _: _running(services, catalog_view, limit_sync, pipeline, runner, futures),
         services.audit,
@@ -175,9 +179,9 @@ def _bare_application(
 
 
 def _batch_runner(services: Services, lines: FastAPI) -> BatchRunner | None:
-    """Return the loop that runs batches; None if there are no batches.
+    """Return the loop that runs batches; None if batches are off.
 
-    lines: application that answers lines.
+    lines: application that answers lines, the requests of batches.
     """
     if services.files is None or services.batches is None:
         return None

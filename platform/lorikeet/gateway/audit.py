@@ -25,7 +25,8 @@ _LONGEST_ANSWER = 64 * 2**10  # bytes
 
 
 class AuditStream:
-    """Writer of a gateway's audit stream. Each line is an event `admin_action`.
+    """Writer of a gateway's audit stream, the record of admins' changes. Each line is an event
+    `admin_action`.
 
     A line that cannot be written is lost; the event `audit_not_written` in the log says so.
     """
@@ -82,7 +83,11 @@ class AuditMiddleware:
     """
 
     def __init__(self, app: ASGIApp, stream: AuditStream) -> None:
-        """app: application around RequestMiddleware, which sets the request's state."""
+        """Wrap an application.
+
+        app: application around RequestMiddleware, which gives each request its id.
+        stream: stream that the requests are written to.
+        """
         self._app, self._stream = app, stream
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -144,8 +149,8 @@ def _result(status: int) -> str:
 
 
 def _made(answer: bytes) -> dict[str, Any] | None:
-    """Return the members _NAMES of a body, without others such as a new key's secret; None if the
-    body is no JSON.
+    """Return the members of an answer's body that name what a request has made (_NAMES), without
+    others such as a new key's secret; None if the body is no JSON.
     """
     try:
         body = json.loads(answer)

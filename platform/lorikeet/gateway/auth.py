@@ -47,12 +47,13 @@ class ResolvedModel(NamedTuple):
     rank: largest LoRA rank of the adapter's matrices; 0 for a base model.
     image_bytes: the adapter's size on a GPU; 0 for a base model.
     created: creation of the adapter's version, Unix seconds; 0 for a base model.
-    trained_on: value of VersionRecord.trained_on; None for a base model.
+    trained_on: base model's name in the version's blob, "" if absent; None for a base model, or if
+        an older release registered the version.
     is_recorded: whether the version is in the catalog's log, so that its number is final.
     defaults: the version's own request defaults; None: the base model's.
 
-    Ranks and sizes of a composition are sums over its adapters; it has request defaults if all its
-    adapters have the same.
+    Ranks and sizes of a composition (weighted sum of adapters) are sums over its adapters; it has
+    request defaults if all its adapters have the same.
     """
 
     base_model: str
@@ -171,16 +172,19 @@ class RequestAuthenticator:
     async def resolve_composition(
         self, model: str, named: NamedAdapters, caller: Caller, session: str | None = None
     ) -> ResolvedModel:
-        """Return the base model of several adapters, and their composition.
+        """Return the base model of several adapters, and their composition (weighted sum).
 
         A tenant may compose the adapters that it may name alone. All have one base model.
 
         model: `model` of the request, which names the adapters or their base model.
         named: names and weights of the adapters.
-        session: see resolve_model.
+        session: name of the session; chooses between two versions that share an alias. None chooses
+            the first.
 
-        Raises UnknownModel and Unavailable as resolve_model, naming the adapter; InvalidInput for a
-        base model among the adapters, adapters of several base models, and for bad weights.
+        Raises UnknownModel for an adapter that does not exist or that the caller may not use;
+        Unavailable if the base model is not served here, or if a name is unknown and the catalog
+        unreachable; InvalidInput for a base model among the adapters, adapters of several base
+        models, and for bad weights.
         """
         for name, _ in named:
             if name in self._base_models:
@@ -244,9 +248,10 @@ class RequestAuthenticator:
     ) -> ResolvedModel:
         """Return the adapter that `model` names for a tenant, and its base model.
 
-        session: see resolve_model.
+        session: name of the session; chooses between two versions that share an alias. None chooses
+            the first.
 
-        Raises UnknownModel.
+        Raises UnknownModel if `model` names no version that the tenant may use.
         """
         log = state
         if not model.partition("@")[2].isdecimal():  # only the log gives versions their numbers
@@ -375,7 +380,10 @@ def authenticate(
 
 
 def _scoped(key: KeyRecord, scope: Scope, *, reading: bool) -> KeyRecord:
-    """Return the key if it has the scope. Raises Forbidden."""
+    """Return the key if it has the scope; else raise Forbidden.
+
+    reading: the request changes and computes nothing, so a read-only key suffices.
+    """
     of_this_plane = (key.tenant is not None) is (scope is not Scope.ADMIN)
     enough = {scope, Scope.READ_ONLY} if reading else {scope}
     if not of_this_plane or not enough & key.scopes:

@@ -14,7 +14,8 @@ def as_bearer(authorization: str, *, publishing: bool = False) -> str:
 
     Other headers are returned unchanged, and so are malformed ones.
 
-    publishing: the request is for a publish key, which the user's name may be.
+    publishing: the request needs a publish key: a user's name that is a key is then taken instead
+        of the password.
     """
     kind, _, coded = authorization.partition(" ")
     if kind.lower() != "basic":

@@ -47,7 +47,7 @@ class Body(BaseModel):
 
     Settings of a subclass:
     nulls: fields in which null has a meaning of its own.
-    no_ops: see NoOps.
+    no_ops: unsupported fields, each with its values that have no effect; other values are refused.
     dropped: unknown fields that are ignored, whatever their value.
     hints: advice to add to the error for an unknown field, by the field's name.
     max_values: approximate limit of the values and keys in the whole body.

@@ -79,7 +79,8 @@ class CallEncoders:
     ) -> TokenIds:
         """Return the token ids of a text.
 
-        max_context: see `encode`.
+        max_context: longest sequence that all replicas of the base model take, tokens; None if
+            unknown.
         add_special_tokens: add the tokenizer's special tokens, as to prompts of completions.
 
         Raises ContextLengthExceeded for texts far longer than the context.
@@ -99,7 +100,7 @@ class CallEncoders:
     async def token_strings(
         self, base_model: str, tenant: str, tokens: Sequence[int]
     ) -> Sequence[str | None]:
-        """Return each token's text in the vocabulary."""
+        """Return each token's text in the vocabulary; None for a token that it lacks."""
         to_text = self._encoders[base_model].backend.id_to_token
         return await self._threads.run(tenant, lambda: [to_text(token) for token in tokens])
 
@@ -113,10 +114,12 @@ class CallEncoders:
         """Return the token ids of prompts that each have only a user's message.
 
         texts: the messages.
-        max_context: see `encode`.
+        max_context: longest sequence that all replicas of the base model take, tokens; None if
+            unknown.
         defaults: the adapter's own request defaults.
 
-        Raises InvalidInput if a message cannot be encoded, Overloaded as `encode` does.
+        Raises InvalidInput if a message cannot be encoded, Overloaded if the machine was too busy
+        to render the adapter's own chat template.
         """
         context = max_context or _UNKNOWN_CONTEXT
 
@@ -136,10 +139,12 @@ class CallEncoders:
         """Return the token ids of chats' prompts.
 
         chats: messages of each chat, with texts as contents.
-        max_context: see `encode`.
+        max_context: longest sequence that all replicas of the base model take, tokens; None if
+            unknown.
         defaults: the adapter's own request defaults.
 
-        Raises InvalidInput if the chat template refuses messages, Overloaded as `encode` does.
+        Raises InvalidInput if the chat template refuses messages, Overloaded if the machine was too
+        busy to render the adapter's own chat template.
         """
         context = max_context or _UNKNOWN_CONTEXT
         about = ("", Endpoint.CHAT, 0, tenant, base_model, None)
@@ -155,7 +160,8 @@ class CallEncoders:
 
         tenant: owner of the adapter.
 
-        Raises InvalidInput if a chat cannot be rendered, Overloaded if there was no time.
+        Raises InvalidInput if a chat cannot be rendered, Overloaded if the machine was too
+        busy.
         """
         if defaults.chat_template is not None or defaults.system_prompt is not None:
             await self._run(tenant, base_model, defaults, partial(check_defaults, defaults))

@@ -155,9 +155,7 @@ class GatewayCatalogView:
             raise self._failure
 
     async def keep(self) -> None:
-        """Save the view to its file repeatedly, while the store still confirms it, until
-        cancelled.
-        """
+        """Save the view to its file repeatedly, as long as refreshes succeed, until cancelled."""
         if self._kept is None:
             return
         held: CatalogState | None = None

@@ -44,7 +44,7 @@ async def result_before_disconnect(receive: Receive, work: Coroutine[Any, Any, T
     """Return the result of `work`. Raises ClientDisconnect, after cancelling `work`, if the client
     disconnects first.
 
-    receive: see `run_until_disconnect`.
+    receive: source of the ASGI messages of a request whose body has been read.
     """
     results = list[T]()
 

@@ -109,7 +109,7 @@ class Refused(LorikeetError):
     Its `param` is renamed as the client's endpoint calls the field: max_tokens becomes
     max_output_tokens at /v1/responses.
 
-    endpoint: the client's; None: the name is kept.
+    endpoint: endpoint that the client called; None: the name is kept.
     """
 
     def __init__(self, refusal: Refusal, endpoint: Endpoint | None = None) -> None:

@@ -106,7 +106,8 @@ def generate_routes(
 ) -> list[Route]:
     """Return a Starlette route for each path that generates, bypassing FastAPI.
 
-    of_batches: the routes are for lines of batches: see GenerateEndpoint.
+    of_batches: the routes are for lines of batches, which run in the background with the rights of
+        the key that made the batch.
 
     FastAPI would resolve dependencies, though there are none, which would take a quarter of the
     gateway's time on a request.
@@ -136,6 +137,9 @@ def generate_routes(
 class GenerateEndpoint:
     """ASGI endpoint for requests of one schema that generate.
 
+    stored: stored responses, which requests of /v1/responses read and add to.
+    reads: tenants' limits on requests that generate nothing.
+    bodies: parser of the requests' bodies.
     of_batches: the requests are lines of batches. They run in the background, without a limit on
         their queue time, with the rights of the key whose id is in their state. Of the limits on
         requests only the month's budget applies.
@@ -305,6 +309,7 @@ class RateLimitObserver(RequestObserver):
     ) -> None:
         """Set up the reservation.
 
+        hold: the request's place in the rate limits.
         max_context: longest sequence that replicas take, tokens; None if unknown.
         price: price of the call's tokens.
         """

@@ -31,6 +31,7 @@ class KeptAliveStream(AbstractContextManager["KeptAliveStream"]):
     def __init__(self, send: Send, endpoint: Endpoint, start: Callable[[], Message | None]) -> None:
         """Begin to wait for the first message.
 
+        endpoint: called endpoint, which decides the keep-alive event.
         start: returns the message with the response's headers; None: a keep-alive event must not
             be sent yet, since the request may still be refused by its HTTP status.
         """

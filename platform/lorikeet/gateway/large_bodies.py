@@ -47,8 +47,9 @@ class LargeBodies:
     async def parse_json(self, request: Request, body: bytes, schema: type[B], tenant: str) -> B:
         """Parse a tenant's JSON body by a schema. A tenant's large bodies are parsed one at a time.
 
-        Raises the same errors as body.parse_json; RateLimited if too many bytes of the tenant wait
-        for their turn; ClientDisconnect if the client has disconnected when the body's turn comes.
+        Raises InvalidInput, or a subclass, if the body has too many values or does not fit the
+        schema; RateLimited if too many bytes of the tenant wait for their turn; ClientDisconnect if
+        the client has disconnected when the body's turn comes.
         """
         if len(body) < LARGE_BYTES:
             return parse_json(body, schema)

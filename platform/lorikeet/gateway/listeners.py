@@ -31,7 +31,7 @@ _LAST_REQUESTS_S = 20  # time for requests to finish when the gateway ends
 
 
 class PublicListener:
-    """ASGI wrapper that passes on probes and tenants' paths, and answers all others with 404.
+    """ASGI wrapper that passes on health probes and tenants' paths; answers others with 404.
 
     paths, prefixes: tenants' paths, and beginnings of tenants' paths, beside `/v1/` and the page at
         `/ui`.

@@ -52,7 +52,10 @@ class OidcTokens:
     """Verifier of one issuer's tokens. For use in one event loop."""
 
     def __init__(self, issuer: OidcIssuer, clock: Callable[[], float] = time.monotonic) -> None:
-        """clock: monotonic seconds."""
+        """Set up a verifier that reads the issuer's public keys when a token needs one.
+
+        clock: returns monotonic seconds.
+        """
         self._issuer = issuer
         self._keys = SigningKeys(issuer.jwks, clock)
 
@@ -86,7 +89,7 @@ class OidcTokens:
     def check_role(self, key: KeyRecord, *, of_admin: bool) -> None:
         """Raise Forbidden if the key of a token has no scope, naming the roles that give one.
 
-        of_admin: see `key_of`.
+        of_admin: the request is for the admin API.
         """
         if not key.scopes:
             wanted = ", ".join(role for role, (admins, _) in ROLES.items() if admins is of_admin)
@@ -98,7 +101,7 @@ class OidcTokens:
     async def _verified(self, token: str) -> Mapping[str, Any]:
         """Return the claims of a token whose signature, issuer, audience and times are valid.
 
-        Raises InvalidKey and Unavailable.
+        Raises InvalidKey for another token, Unavailable if the issuer's keys cannot be read.
         """
         try:
             if len(token) > _LONGEST_TOKEN:
@@ -140,7 +143,7 @@ class SigningKeys:
         """Set up an empty set of keys.
 
         url: address of the issuer's JSON Web Key Set.
-        clock: monotonic seconds.
+        clock: returns monotonic seconds.
         """
         self._url, self._clock = url, clock
         self._keys: dict[str, dict[str, Any]] = {}

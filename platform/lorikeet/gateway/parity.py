@@ -18,9 +18,12 @@ Nats = Annotated[float, Field(gt=0, le=100)]
 
 
 def bounds_of(warn_above: float | None, refuse_above: float | None) -> Bounds:
-    """Return the bounds that a request states, with defaults for bounds that it leaves out.
+    """Return the bounds of a parity proof, with defaults for bounds that a request leaves out.
 
-    Raises InvalidInput if a proof would be refused below the bound of warnings.
+    warn_above, refuse_above: bounds on the mean difference from the trainer's log-probabilities, in
+        nats; None: left out.
+
+    Raises InvalidInput if refuse_above is less than warn_above.
     """
     warn = WARN_ABOVE if warn_above is None else warn_above
     refuse = max(REFUSE_ABOVE, warn) if refuse_above is None else refuse_above
@@ -42,10 +45,13 @@ async def check_parity(
     bounds: Bounds,
     defaults: RequestDefaults | None = None,
 ) -> Parity:
-    """Have a replica prove an adapter's parity with its trainer, and compare the chat template.
+    """Have a replica compare an adapter's log-probabilities with its trainer's (parity proof), and
+    compare the prompts that the chat template makes.
 
     A replica must be able to load the adapter; the adapter need not have a version yet.
 
+    probes: sequences of tokens with the trainer's log-probabilities.
+    bounds: differences above which the proof warns or refuses.
     defaults: the adapter's own request defaults.
 
     Raises InvalidInput for an adapter with a head, InvalidAdapter if the proof is refused,
@@ -76,7 +82,7 @@ async def check_parity(
 
 
 def parity_json(parity: Parity | None) -> dict[str, Any] | None:
-    """Return a parity proof as JSON; null without one."""
+    """Return the result of a parity proof as JSON; None without a proof."""
     if parity is None:
         return None
     cause = None if parity.cause is None else parity.cause.value
@@ -92,6 +98,8 @@ async def _other_prompt(
 ) -> str | None:
     """Return how the served chat template's prompts differ from the trainer's; None if they are
     equal.
+
+    probes: sequences that the trainer scored; those made of chat messages are compared.
     """
     chats = [probe for probe in probes.probes if probe.messages]
     if not chats:

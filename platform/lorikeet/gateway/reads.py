@@ -25,7 +25,7 @@ class TenantReads:
     async def admitted(self, request: Request, reads: float = 1.0) -> AsyncGenerator[Caller, None]:
         """Count a request as running within the context; yield its tenant and key.
 
-        reads: cost of the request in the tenant's limit of reads, as ReadLimiter.count takes it.
+        reads: number of reads that the request counts as in the tenant's limit.
 
         Raises InvalidKey or Forbidden if the key does not allow the request, RateLimited beyond the
         limit, Unavailable if the catalog cannot be read.

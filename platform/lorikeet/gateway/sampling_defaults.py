@@ -26,13 +26,16 @@ class SamplingDefaults(BaseModel):
     repetition_penalty: RepetitionPenalty | None = None
 
     def values(self) -> Mapping[str, int | float]:
-        """Return the given values by the request's field."""
+        """Return the values that are set, by the name of the request's field."""
         values: dict[str, int | float] = self.model_dump(exclude_none=True)
         return values
 
 
 def read_sampling_defaults(folder: Path) -> Mapping[str, int | float]:
-    """Return the sampling defaults of a base model, by the request's field; {} without the file.
+    """Return the sampling defaults of a base model, by the name of the request's field; {} without
+    generation_config.json.
+
+    folder: folder of the base model.
 
     Raises InvalidSetting for a value that no request could have.
     """

@@ -72,7 +72,7 @@ class EngineClient(Protocol):
         ...
 
     async def parity(self, base_model: str, test: ParityTest) -> Parity | Refusal:
-        """Have a replica prove an adapter's parity with its trainer.
+        """Have a replica compare an adapter's log-probabilities with its trainer's (parity proof).
 
         Raises LorikeetError if no replica completes the proof.
         """
@@ -94,6 +94,8 @@ class EngineClient(Protocol):
 
         Return whether all replicas have the adapter on their hosts. Each replica keeps the adapter
         until `release`, or until a minute has passed since the last call of `deliver`.
+
+        blob: file with the adapter's blob.
         """
         ...
 
@@ -153,6 +155,7 @@ async def no_pages() -> Sequence[bytes]:
 class ServedModel:
     """Base model that is served.
 
+    shape: sizes of its layers.
     aliases: further names by which adapters may name the base model, e.g. its Hub name.
     quantization: format that the weights of its linear layers are rounded to, in words; None if
         not quantized.
@@ -197,11 +200,12 @@ class Services:
     max_open_requests: maximum number of requests that this gateway runs at once, all tenants
         together; None: no limit.
     part_bytes: size of a large upload's parts.
-    adapter_memory: memory in which engines keep adapters, as far as the gateway knows it.
+    adapter_memory: sizes of the engines' memory for adapters and dtype of adapters in it, as far as
+        the gateway knows them.
     name: name of this gateway.
     peers: the other gateways.
     recorded_usage: usage of tenants as recorded in the store, for their budgets.
-    usage: usage that this gateway counts.
+    usage: usage that this gateway has counted and not written to the store yet.
     prices: prices of tokens, for tenants' budgets in money.
     usage_flush_s: seconds between writes of usage to the store, by gateways and replicas.
     max_queue_s: longest time in seconds that a request may queue on a replica; None: no limit.

@@ -30,7 +30,7 @@ def controller_metrics(
 
     pins: all pins in force.
     replicas: number of replicas by base model.
-    survey_s: duration of the last survey of all replicas.
+    survey_s: seconds that the controller's last collection of all replicas' reports took.
     """
     yield from _pins(list(pins))
     family = GaugeMetricFamily(

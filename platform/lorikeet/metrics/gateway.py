@@ -146,7 +146,7 @@ class GatewayMetrics:
         self._not_stored.inc()
 
     def count_parity(self, base_model: str, parity: Parity) -> None:
-        """Count a parity proof."""
+        """Count a parity proof (comparison with the trainer's log-probabilities) by its result."""
         cause = "" if parity.cause is None else parity.cause.value
         self._proofs.labels(base_model, parity.verdict.value, cause).inc()
         self._parity_nats.labels(base_model).observe(parity.mean)
@@ -232,7 +232,9 @@ def _tenants(most: int) -> BusiestNameCounters:
 
 
 def _adapter_drafts() -> tuple[NamedCounter, NamedCounter]:
-    """Return counters of an adapter's drafted and of its accepted tokens."""
+    """Return two counters by adapter: of tokens drafted in speculative decoding, and of those that
+    were accepted.
+    """
     drafted = NamedCounter(
         "lorikeet_adapter_drafted_tokens_total",
         "Drafted tokens of an adapter's finished requests, by the source of drafts.",

@@ -18,7 +18,7 @@ _LEAST = 1e-3
 
 
 class Verdict(Enum):
-    """Result of a parity proof."""
+    """Verdict of a parity proof: how near a replica's log-probabilities are to the trainer's."""
 
     ACCEPTED = "accepted"
     WARNED = "warned"
@@ -26,7 +26,7 @@ class Verdict(Enum):
 
 
 class GapCause(Enum):
-    """Part of the way from trainer to replica that explains a difference of log-probabilities."""
+    """Cause of a difference between the trainer's and the replica's log-probabilities."""
 
     SCALING = "scaling"
     TRANSPOSED = "transposed"
@@ -42,7 +42,9 @@ class GapCause(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Bounds on the mean of |Δ|, in nats, above which a proof warns and refuses."""
+    """Bounds on the mean difference between the trainer's and the replica's log-probabilities, in
+    nats, above which a parity proof warns and refuses.
+    """
 
     warn_above: float = WARN_ABOVE
     refuse_above: float = REFUSE_ABOVE
@@ -63,7 +65,11 @@ class Gap:
 
     @classmethod
     def of(cls, served: np.ndarray, trained: np.ndarray) -> "Gap":
-        """Compare log-probabilities of the same tokens, [tokens] each."""
+        """Compare log-probabilities of the same tokens, [tokens] each.
+
+        served: the replica's.
+        trained: the trainer's.
+        """
         delta = served.astype(np.float64) - trained
         size = np.abs(delta)
         kl = np.mean(np.expm1(np.minimum(delta, _MAX_EXPONENT)) - delta)
@@ -75,7 +81,8 @@ class Parity:
     """Result of a parity proof, kept with an adapter's version.
 
     tokens: number of compared tokens.
-    mean, max, kl: see Gap.
+    mean, max: of |Δ|, where Δ = log p(replica) − log p(trainer) of a token, in nats.
+    kl: estimate of the trainer's KL divergence from the replica per token, in nats.
     base_mean: mean of |Δ| of the base model without the adapter; None if the probes lack it.
     cause: None if accepted.
     reason: the cause in words, with a remedy; "" if accepted.
@@ -104,9 +111,10 @@ def rounding(base: Gap, effect: float) -> float:
 
 
 def judge(mean: float, bounds: Bounds, *, beyond_rounding: bool) -> Verdict:
-    """Return the verdict on a mean of |Δ|.
+    """Return the verdict on a mean of |Δ|, differences of log-probabilities in nats.
 
-    beyond_rounding: whether the difference is known to be larger than rounding explains.
+    beyond_rounding: whether the difference is known to be larger than rounding explains; it then
+        gets a warning at least.
     """
     if mean > bounds.refuse_above:
         return Verdict.REFUSED
@@ -116,5 +124,5 @@ def judge(mean: float, bounds: Bounds, *, beyond_rounding: bool) -> Verdict:
 
 
 def joined(parts: Sequence[Sequence[float]]) -> np.ndarray:
-    """Join the log-probabilities of several probes to one array."""
+    """Join the log-probabilities of several sequences of tokens (probes) to one array."""
     return np.concatenate([np.asarray(part, np.float64) for part in parts])

@@ -45,7 +45,8 @@ class ScoredSequence(NamedTuple):
 
 
 def peft_probes(model: Any, sequences: Sequence[Any], folder: Path | None = None) -> Probes:
-    """Score the completions of sequences with a PEFT model and with its base model.
+    """Return probes: sequences, with the log-probabilities that a PEFT model and its base model
+    give to the completions' tokens.
 
     The model computes one sequence at a time, without dropout; its mode is restored afterwards.
 
@@ -54,8 +55,8 @@ def peft_probes(model: Any, sequences: Sequence[Any], folder: Path | None = None
         the prompt was made.
     folder: folder from which the adapter was loaded; None: the model's adapter is packed.
 
-    Raises InvalidInput for sequences that are no probes, and AdapterRejected for an adapter that
-    cannot be served.
+    Raises InvalidInput for a sequence without prompt or completion, and AdapterRejected for an
+    adapter that cannot be served.
     """
     with tempfile.TemporaryDirectory(prefix="lorikeet-") as work:
         blob = Path(work) / "blob"

@@ -64,6 +64,7 @@ class Probe(_Part):
 class Probes(_Part):
     """Probes of one adapter, and facts about the trainer that made them; unknown facts are None.
 
+    probes: sequences of tokens with the trainer's log-probabilities.
     dtype: data type of the trainer's base model.
     digest: SHA-256 of the blob of the adapter that the trainer scored with.
     linears: names of the adapted linears within their layer.
@@ -89,7 +90,10 @@ class Probes(_Part):
 
 
 def parse_probes(text: str | bytes) -> Probes:
-    """Parse the JSON of probes. Raises InvalidInput, which names the field at fault."""
+    """Parse the JSON of probes, sequences of tokens with the trainer's log-probabilities.
+
+    Raises InvalidInput, which names the field at fault.
+    """
     try:
         return Probes.model_validate_json(text)
     except ValidationError as error:

@@ -18,8 +18,8 @@ _FORGOTTEN = 0.01  # uses below which an adapter is dropped: one use five minute
 class AdapterDemand:
     """Demand for one adapter.
 
-    uses: uses by all replicas, halved every HALF_LIFE_S seconds.
-    image_bytes: size of the adapter's image on a GPU; None while no replica reports it.
+    uses: recent requests on all replicas: a count that halves every HALF_LIFE_S seconds.
+    image_bytes: bytes of the adapter on each GPU; None while no replica reports them.
     """
 
     ref: AdapterRef

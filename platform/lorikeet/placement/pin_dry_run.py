@@ -15,7 +15,7 @@ from lorikeet_engine.adapter import AdapterRef, Residency
 class PlannedLoad:
     """Load of an adapter on a replica.
 
-    now: nearest tier of the replica that has the adapter now.
+    now: tier nearest to the GPU in which the replica has the adapter now.
     to: tier that the plan requires.
     """
 
@@ -37,7 +37,7 @@ class PlannedRelease:
 
 @dataclass(frozen=True, slots=True)
 class PinDryRun:
-    """Changes that a new pin would cause, in the order of replicas.
+    """Changes that a new pin (order to keep an adapter at a tier) would cause, by replica.
 
     unmet: versions of the new pin that would be on fewer replicas than wanted, with the reasons.
     lost: versions of other pins that the new pin would leave on fewer replicas than wanted.

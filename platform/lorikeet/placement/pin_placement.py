@@ -33,7 +33,7 @@ class Cause(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Shortfall:
-    """A pin that the plan does not fully meet.
+    """A pin (order to keep an adapter at a tier) that the plan does not fully meet.
 
     ref: version that is on fewer replicas than wanted; None: the pin selects no version at all.
     reason: explanation for the operator.
@@ -47,14 +47,18 @@ class Shortfall:
 
 @dataclass(frozen=True, slots=True)
 class PlacementPlan:
-    """Placement plan: the adapters that replicas must keep, and the pins that cannot be met."""
+    """Placement plan: the adapters that replicas must keep, and the pins that cannot be met.
+
+    targets: adapters to keep and their tiers, by replica and digest.
+    """
 
     targets: PinTargets
     shortfalls: tuple[Shortfall, ...]
 
 
 def place_pins(pins: ResolvedPins, reports: Iterable[ReplicaReport]) -> PlacementPlan:
-    """Assign to each pin the replicas to which routing sends the pin's requests first.
+    """Assign to each pin, an order to keep an adapter at a tier, the replicas to which routing
+    sends the adapter's requests first.
 
     Every replica has an entry in the plan, perhaps an empty one. If two pins select the same
     weights on one replica, the tier nearer to the GPU is used and the bytes count once. The targets
@@ -115,8 +119,8 @@ class _Draft:
                 yield shortfall
 
     def _charge(self, version: PinnedVersion, pin: PinRecord) -> Shortfall | None:
-        """Charge the version to its tenant's pin budget. Return a Shortfall, and charge nothing, if
-        it does not fit.
+        """Charge the version to its tenant's limit on pinned bytes. Return a Shortfall, and charge
+        nothing, if it does not fit.
         """
         tenant, image = version.ref.tenant, (version.ref.tenant, version.ref.digest)
         if tenant not in self._budgets or image in self._charged:

@@ -19,9 +19,10 @@ class ResolvedPin:
 
 @dataclass(frozen=True, slots=True)
 class ResolvedPins:
-    """All pins in force.
+    """All pins in force: orders to keep versions of adapters at a memory tier.
 
-    budgets: bytes of pinned images on one replica, by tenant; a tenant without budget is absent.
+    budgets: limit on the bytes of pinned images on one replica, by tenant; a tenant without a limit
+        is absent.
     until: time at which the next pin expires, Unix seconds. Until then, the same catalog state has
         the same pins in force.
     """
@@ -33,7 +34,11 @@ class ResolvedPins:
 
 @dataclass(frozen=True, slots=True)
 class _Cached:
-    """A resolved pin, with the tenant's state that it was resolved from."""
+    """A resolved pin, with the tenant's state that it was resolved from.
+
+    held: the tenant's state, for comparison with later ones.
+    budget: the tenant's limit on pinned bytes; None: no limit.
+    """
 
     held: TenantState | bytes
     resolved: ResolvedPin

@@ -41,11 +41,11 @@ _USES_TO_EVICT = 4.0  # least uses of an adapter for which others are evicted
 class ReplicaView:
     """A replica, as placement sees it.
 
-    gpu_bytes: bytes of the GPU for adapters without a pin.
-    host_bytes: bytes of host memory for adapters without a pin.
-    held: nearest tier of each adapter, by digest.
-    uses: decayed uses on the replica, by digest; the adapter that is least used for its size is
-        evicted first.
+    gpu_bytes: bytes of the GPU, free or taken, for adapters without a pin.
+    host_bytes: bytes of host memory, free or taken, for adapters without a pin.
+    held: tier nearest to the GPU in which the replica holds each adapter, by digest.
+    uses: recent requests on the replica, a count that halves every 45 s, by digest; the adapter
+        that is least used for its size is evicted first.
     pinned: tier of each pinned adapter, by digest; pinned adapters take none of the bytes above.
     """
 
@@ -59,7 +59,8 @@ class ReplicaView:
 class Prefetch(NamedTuple):
     """An adapter to load to a tier at low priority.
 
-    uses: decayed uses that the copy is expected to serve.
+    uses: part of the adapter's recent requests that the copy is expected to serve; a count that
+        halves every 45 s.
     """
 
     digest: str
@@ -81,8 +82,9 @@ def plan_prefetches(
     free space and serve less than their share of all uses. Then each adapter in use without a copy
     on any GPU or host gets a copy on a host.
 
-    demand: uses by digest, over all replicas of one base model.
-    sizes: bytes of images by digest; adapters of unknown size are not moved.
+    demand: recent requests, a count that halves every 45 s, by digest, over all replicas of one
+        base model.
+    sizes: bytes of adapters on a GPU by digest; adapters of unknown size are not moved.
     replicas: replicas by name.
     spares: give every adapter in use a second replica, on GPU or host, so that any replica can be
         removed.
@@ -99,6 +101,10 @@ def sole_copies(
 ) -> dict[str, float]:
     """Return, by replica, the fraction of adapters in use that only this replica has on GPU or
     host.
+
+    Adapters count alike, however much they are used; those on no GPU or host do not count.
+
+    demand: recent requests, a count that halves every 45 s, by digest.
     """
     holder: dict[str, str | None] = {}
     for name, replica in replicas.items():
@@ -110,7 +116,12 @@ def sole_copies(
 
 
 class _Draft:
-    """Prefetch plan under construction, with the fleet as it will be after these prefetches."""
+    """Prefetch plan under construction, with the fleet as it will be after these prefetches.
+
+    demand: recent requests, a count that halves every 45 s, by digest, over all replicas.
+    sizes: bytes of adapters on a GPU, by digest.
+    replicas: replicas by name.
+    """
 
     def __init__(
         self,
@@ -236,7 +247,7 @@ class _Draft:
         Tries replicas that hold the adapter nearer to the GPU first, and among equals in the order
         in which routing prefers them for the adapter.
 
-        uses: decayed uses of the adapter that the copy is expected to serve.
+        uses: part of the adapter's recent requests that the copy is expected to serve.
         uses_to_evict: smallest `uses` for which other adapters may be evicted.
         """
         order = [
@@ -310,16 +321,20 @@ class _TierBudget:
         return self.free_bytes / max(1, self._capacity_bytes)
 
     def hold(self, digest: str, size: int, uses: float) -> None:
-        """Count an adapter that the tier holds and that may be evicted."""
+        """Count an adapter that the tier holds and that may be evicted.
+
+        size: bytes of its image.
+        uses: recent requests for it on this replica.
+        """
         self.free_bytes -= size
         self._sizes[digest] = size
         self._scores[digest] = uses / math.sqrt(max(1, size))
 
     def victims(self, size: int, uses: float, loss: Callable[[str], float]) -> list[str] | None:
-        """Return the adapters to evict for `size` bytes; None if too many uses would be lost.
+        """Return the adapters to evict for `size` bytes; None if they are used too much.
 
-        uses: limit on the uses that are lost with all evicted adapters together.
-        loss: returns the uses that are lost with one adapter.
+        uses: limit on the recent requests for all evicted adapters together.
+        loss: returns the part of an adapter's recent requests that its copy here serves.
         """
         if self._order is None:
             self._order = sorted(self._sizes, key=lambda d: (self._scores[d], d), reverse=True)

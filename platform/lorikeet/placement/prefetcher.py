@@ -49,9 +49,9 @@ class Prefetcher:
     ) -> PrefetchList:
         """Decide the prefetches from new reports.
 
-        targets: pin targets of these replicas.
+        targets: adapters that pins keep on these replicas, and their tiers.
         now_s: seconds of the caller's clock.
-        spares: give every adapter in use a second replica; see plan_prefetches.
+        spares: give every adapter in use a second replica, so that any replica can be removed.
         """
         self._demand.observe(reports, now_s)
         adapters = self._demand.adapters

@@ -14,7 +14,7 @@ class ReplicaPressure:
     """Pressure on one replica at one moment.
 
     working_bytes: bytes of the images of adapters in use on the replica, at any tier, and of pinned
-        adapters.
+        adapters on its GPU.
     arena_bytes: capacity for images on the GPU.
     oldest_wait_s: longest wait of a request without a token.
     running_share: number of running and waiting sequences, as a fraction of the number that the

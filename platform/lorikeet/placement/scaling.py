@@ -37,7 +37,9 @@ class ScalingDelays:
 
 
 class ScalingState(NamedTuple):
-    """Start of the present period of pressure, or of calm, in seconds of the caller's clock."""
+    """Start of the present period of pressure, in which more replicas are wanted, or of calm, in
+    which one fewer would do, in seconds of the caller's clock. None: there is no such period now.
+    """
 
     pressed_since_s: float | None = None
     calm_since_s: float | None = None
@@ -138,6 +140,6 @@ def _volume(pressures: Collection[ReplicaPressure]) -> tuple[float, str]:
 
 
 def _queue(pressures: Collection[ReplicaPressure]) -> float:
-    """Return the ratio of the replicas' mean queue wait to its bound."""
+    """Return the ratio of the replicas' longest queue waits, averaged, to their bound."""
     waits = [min(each.oldest_wait_s, 4 * _WAIT_S) for each in pressures]
     return sum(waits) / len(waits) / _WAIT_S

@@ -262,11 +262,12 @@ class EncodedCall:
     thinking: state of the model's thinking at the end of the prompt.
     echoed: text of each prompt, with which the answer begins; () without `echo`.
     ignored: names of template_args unknown to the chat template, and the call's `left_out`.
-    marks: marks in the answer if the adapter has its own chat template; None: the base model's.
+    marks: marks of tool calls and thinking in the answer, if the adapter has its own chat template;
+        None: the base model's.
     attempt: number of replicas that were sent the call before.
     lost: replicas that were lost with the call; it is sent to none of them again.
-    log: outputs of the lost replicas (answer_stream/output_log.py), after which the answer goes on;
-        b"" for a new answer.
+    log: what the lost replicas have generated (answer_stream/output_log.py), after which the answer
+        goes on; b"" for a new answer.
     made_tokens: number of tokens in `log`.
     """
 
@@ -381,7 +382,8 @@ class Refusal:
     code: code of a LorikeetError.
     param: field of the request at fault.
     retry_after_s: seconds after which a retry may succeed.
-    fault: component at fault if the replica could not load the adapter.
+    fault: what is at fault (the adapter's file, the disk or the store) if the replica could not
+        load the adapter.
     """
 
     code: str
@@ -427,7 +429,7 @@ class Candidate(NamedTuple, Generic[R]):
 class Attempt:
     """Item that the gateway adds to an answer when a replica has taken or failed the call.
 
-    request_id: the attempt's id; see EncodedCall.attempt_id.
+    request_id: the attempt's id: the call's id, from the second attempt on with a number.
     replica: name of the replica that took or failed the call; None if no replica took it.
     waited_s: seconds until a replica took the call.
     candidates: replicas that the router considered, the best first.
@@ -494,6 +496,8 @@ class SmokeResult:
     """Result of a smoke test: the continuations of each prompt, in order.
 
     residency: the adapter's tier before the test.
+    base: continuations by the base model alone.
+    adapted: continuations with the adapter.
     """
 
     replica: str

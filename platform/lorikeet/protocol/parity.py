@@ -9,9 +9,11 @@ from lorikeet_engine.adapter import AdapterRef
 
 @dataclass(frozen=True, slots=True)
 class ParityTest:
-    """Request to score a trainer's probes with an adapter.
+    """Request to compare an adapter's log-probabilities with its trainer's (parity proof).
 
     request_id: beginning of the ids of the proof's requests on the engine.
+    probes: sequences of tokens with the trainer's log-probabilities.
+    bounds: differences above which the proof warns or refuses.
     """
 
     request_id: str

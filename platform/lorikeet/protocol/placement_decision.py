@@ -20,7 +20,8 @@ class PrefetchTarget:
 
     The replica does not report whether it loaded the adapter.
 
-    uses: number of the fleet's requests that the copy is expected to serve.
+    uses: part of the adapter's recent requests that the copy is expected to serve; a count that
+        halves every 45 s.
     """
 
     ref: AdapterRef
@@ -32,7 +33,7 @@ class PrefetchTarget:
 class PlacementDecision:
     """Adapters that one replica should hold.
 
-    pins: all pins of the replica by the adapter's digest; the replica removes its other pins.
+    pins: all adapters that pins keep on the replica, by digest; the replica ends its other pins.
     sole_copies: fraction of the adapters in use that only this replica has on GPU or host; None
         while unknown.
     prefetches: adapters to load at low priority, most wanted first.

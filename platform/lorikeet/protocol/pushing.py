@@ -77,7 +77,7 @@ class ExpectPushed:
 
 @dataclass(frozen=True, slots=True)
 class ReleasePushed:
-    """Release of a gateway's hold: the pushed adapter is in the store and may be evicted."""
+    """Release of a gateway's hold on a pushed adapter, which the replica may evict from now on."""
 
     digest: str
 

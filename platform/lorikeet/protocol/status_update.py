@@ -13,7 +13,8 @@ from lorikeet_engine.telemetry.status import LiveStats
 
 @dataclass(frozen=True)
 class StatusUpdate:
-    """Live stats of a replica, and adapters' moves since the last update on the same feed.
+    """Live stats of a replica, and adapters' moves between tiers since the last update on the same
+    feed.
 
     seq: number that grows with each update of a replica to any gateway, so that late updates are
         recognised.
@@ -21,7 +22,8 @@ class StatusUpdate:
     moved: new tiers of moved adapters by digest.
     begins_snapshot, ends_snapshot: whether this is the first or the last update of a snapshot. All
         updates of a snapshot together name each adapter nearer than remote at least once.
-    costs: measured costs; None if not sent with this update.
+    costs: measured costs of the engine's steps and adapter loads; None if not sent with this
+        update.
     max_context: maximum number of tokens of prompt plus output; None if not sent with this update.
     """
 

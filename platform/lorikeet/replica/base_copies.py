@@ -23,6 +23,7 @@ def changed_copies(folder: Path, copies: Sequence[BaseCopy]) -> list[str]:
     cannot be read.
 
     folder: folder of the base model.
+    copies: the copies of the base model's matrices that an adapter contains.
     """
     return [
         copy.module

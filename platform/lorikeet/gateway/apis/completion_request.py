@@ -68,11 +68,15 @@ class CompletionRequest(GenerateRequest):
         return self.logprobs
 
     def echoed_logprobs(self) -> int | None:
-        """Return `logprobs`, which holds for an echoed prompt as well; None without an echo."""
+        """Return the number of most likely tokens to report at each position of an echoed prompt:
+        the field logprobs, as for the answer.
+
+        None: no echo or no logprobs are requested.
+        """
         return self.logprobs if self.echo else None
 
     def to_call(self, context: CallContext) -> Call:
-        """Return the request as a Call."""
+        """Return the request as a Call, the common form of all APIs, with facts from `context`."""
         return Call(
             endpoint=Endpoint.COMPLETIONS,
             prompts=self.prompt,

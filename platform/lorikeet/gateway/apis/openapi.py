@@ -85,7 +85,9 @@ def openapi_routes(
 ) -> APIRouter:
     """Return the route GET /v1/openapi.json, for callers with a key.
 
-    with_vllm, with_tinker: see `document`.
+    reads: check of each request's key and of its tenant's limit on reads.
+    with_vllm: describe vLLM's endpoints for trainers, too.
+    with_tinker: describe the sampling side of Tinker's API, too.
     """
     router = APIRouter(prefix="/v1")
 
@@ -357,7 +359,11 @@ def _get(name: str, summary: str, *parameters: dict[str, Any]) -> dict[str, Any]
 
 
 def _operation(name: str, summary: str, *parameters: dict[str, Any]) -> dict[str, Any]:
-    """Return an operation without a body."""
+    """Return an OpenAPI operation whose request has no body.
+
+    name: the operation's operationId.
+    parameters: its parameters in path and query.
+    """
     described = {"operationId": name, "summary": summary, "responses": _responses(_JSON, _ERRORS)}
     return described | ({"parameters": list(parameters)} if parameters else {})
 
@@ -374,7 +380,10 @@ def _query(name: str, form: str, description: str) -> dict[str, Any]:
 
 
 def _page(things: str) -> list[dict[str, Any]]:
-    """Return the query parameters of a list that is returned in pages."""
+    """Return the query parameters of a list that is returned in pages.
+
+    things: name of the list's entries, for the description.
+    """
     return [
         _query("limit", "", f"{things} of a page, from 1 to 100"),
         _query("after", "", "the id before the page"),

@@ -29,7 +29,8 @@ _MOST_VALUES = {False: 2**19, True: 2**22}
 
 
 class PoolRequest(TemplateFields, ApiRequest):
-    """Fields common to requests that pool prompts.
+    """Fields common to requests that pool prompts: the answer has the values of a head or a vector
+    for each prompt, and no generated text.
 
     input: prompts, as texts or token ids. Each is pooled.
     messages: a chat to pool, as the chat template writes it. Without add_generation_prompt it ends
@@ -62,7 +63,7 @@ class PoolRequest(TemplateFields, ApiRequest):
         return self.user
 
     def to_call(self, context: CallContext) -> Call:
-        """Return the request as a Call."""
+        """Return the request as a Call, the common form of all APIs, with facts from `context`."""
         request: ChatRequest | CompletionRequest
         if self.messages is None:
             request = CompletionRequest.unchecked(model=self.model, prompt=self.input)
@@ -82,7 +83,7 @@ class PoolRequest(TemplateFields, ApiRequest):
 class ClassifyRequest(PoolRequest):
     """Request of POST /v1/classify.
 
-    use_activation: None or True: return probabilities; False: return the head's own values.
+    use_activation: None or True: return probabilities; False: return the head's logits.
     """
 
     endpoint = Endpoint.CLASSIFY
@@ -90,7 +91,7 @@ class ClassifyRequest(PoolRequest):
     use_activation: bool | None = None
 
     def to_call(self, context: CallContext) -> Call:
-        """Return the request as a Call."""
+        """Return the request as a Call, the common form of all APIs, with facts from `context`."""
         return replace(super().to_call(context), raw_scores=self.use_activation is False)
 
 
@@ -105,7 +106,7 @@ class PoolingRequest(ClassifyRequest):
     encoding_format: Literal["float", "base64"] = "float"
 
     def to_call(self, context: CallContext) -> Call:
-        """Return the request as a Call."""
+        """Return the request as a Call, the common form of all APIs, with facts from `context`."""
         return replace(super().to_call(context), base64=self.encoding_format == "base64")
 
 
@@ -119,7 +120,7 @@ class ScoreRequest(PoolRequest):
     endpoint = Endpoint.SCORE
 
     def to_call(self, context: CallContext) -> Call:
-        """Return the request as a Call."""
+        """Return the request as a Call, the common form of all APIs, with facts from `context`."""
         return replace(super().to_call(context), raw_scores=True)
 
 
@@ -141,7 +142,7 @@ class EmbeddingsRequest(PoolRequest):
     use_activation: bool | None = None
 
     def to_call(self, context: CallContext) -> Call:
-        """Return the request as a Call."""
+        """Return the request as a Call, the common form of all APIs, with facts from `context`."""
         return replace(
             super().to_call(context),
             dimensions=self.dimensions,
@@ -151,7 +152,8 @@ class EmbeddingsRequest(PoolRequest):
 
 
 def with_pooling(call: Call, head: Head | None, embedder: Embedder, hidden: int) -> Call:
-    """Return a call with its head or, for embeddings, its embedder.
+    """Return a call with its classification or reward head or, for embeddings, with its embedder,
+    the way in which texts are embedded.
 
     head, embedder: the base model's own, for adapters that have none.
     hidden: number of values of the base model's hidden states.

@@ -46,7 +46,8 @@ _LOGPROBS = "message.output_text.logprobs"
 class TextFormat(Body):
     """Answer format: text, any JSON object, or JSON constrained to a schema.
 
-    strict: as in a chat's response_format.
+    strict: False: keywords of the schema that the grammar cannot enforce are left out, and the
+        finished answer is checked against the schema; else such keywords are refused.
     """
 
     type: Literal["text", "json_object", "json_schema"]
@@ -179,6 +180,8 @@ class ResponsesRequest(IgnoredFields, SampledRequest):
     def to_call(self, context: CallContext) -> Call:
         """Return a chat's Call for a replica, to be answered in the format of /v1/responses.
 
+        context: facts that are not in the body, such as caller and model.
+
         Raises InvalidInput if the input does not fit the stored conversation that it continues.
         """
         stored = context.stored_items
@@ -227,7 +230,7 @@ class ResponsesRequest(IgnoredFields, SampledRequest):
         braces.
 
         stored: value of the answer's member `store`.
-        flex: whether the request runs in the background.
+        flex: whether the request runs in the background (service tier flex).
         """
         members = {
             "background": False,
@@ -262,7 +265,10 @@ class InputTokensRequest(ResponsesRequest):
     def to_call(self, context: CallContext) -> Call:
         """Return the request as a Call without its adapter, whose weights no count depends on.
 
-        Raises InvalidInput for fields with which a response cannot be created either.
+        context: facts that are not in the body, such as caller and model.
+
+        Raises InvalidInput if POST /v1/responses would, too: if the input does not fit the stored
+        conversation that it continues.
         """
         call = super().to_call(context)
         return replace(

@@ -17,7 +17,7 @@ MAX_REGEX_LENGTH = 4096
 def _parse_schema(value: object, info: ValidationInfo) -> object:
     """Parse a JSON schema: an object, or the JSON text of one.
 
-    info: its context is the body's ValueBudget.
+    info: its context is the body's ValueBudget, a limit on the number of JSON values.
     """
     if not isinstance(value, dict):
         value = parse_object(value, info)

@@ -223,8 +223,8 @@ def function_use(functions: Sequence[Function], choice: str | NamedTool | None) 
 
 
 def check_choice(tools: Sequence[Tool], choice: Choice | None, parallel: bool | None) -> None:
-    """Raise a validation error (body.misfit) unless tool_choice and parallel_tool_calls fit the
-    tools.
+    """Raise a validation error (body.misfit) if two tools have one name, or if tool_choice or
+    parallel_tool_calls does not fit the tools.
 
     choice: parsed value of tool_choice.
     parallel: value of parallel_tool_calls.

@@ -10,7 +10,7 @@ from lorikeet.batch_store import BatchRecord
 
 
 class Answered(NamedTuple):
-    """Answer to one line.
+    """Answer to one line, which is a request of a batch.
 
     request_id: id of the request, as in the header x-request-id.
     body: JSON without newlines.
@@ -24,7 +24,7 @@ class Answered(NamedTuple):
 
     @property
     def code(self) -> str | None:
-        """Code of the error; None for another answer."""
+        """Code of the error; None if the answer is no error."""
         return json.loads(self.body)["error"]["code"] if self.status >= 400 else None
 
 

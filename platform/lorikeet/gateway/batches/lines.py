@@ -47,7 +47,7 @@ class Line(NamedTuple):
 
 
 def read_lines(path: Path) -> Iterator[Line]:
-    """Yield the requests of an input that has passed `check_lines`."""
+    """Yield the requests of a batch's input file that has passed `check_lines`."""
     pace = _Pace()
     with path.open("rb") as file:
         texts = (text for _, text in _texts(file) if text.strip())
@@ -59,7 +59,7 @@ def read_lines(path: Path) -> Iterator[Line]:
 
 
 def check_lines(path: Path, endpoint: str) -> tuple[int, list[Json]]:
-    """Return the number of requests in an input, and its errors in OpenAI's shape.
+    """Return the number of requests in a batch's input file, and its errors in OpenAI's shape.
 
     A batch with errors must not run. One line is in memory at a time.
 
@@ -148,7 +148,7 @@ class _Pace:
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Context of some work, at whose end the thread sleeps if it has worked enough."""
+        """Count the processor time spent within the context; sleep at its end if that is enough."""
         began_s = time.thread_time()
         yield
         self._took_s += time.thread_time() - began_s

@@ -73,7 +73,7 @@ class BatchRunner:
 
     batches: store of batches.
     files: store of their files.
-    app: application that answers lines (answer_line).
+    app: application that answers lines, the requests of batches (answer_line).
     at_once: limit on the lines of all batches that are answered at once.
     """
 
@@ -87,11 +87,11 @@ class BatchRunner:
         self._seen: dict[str, tuple[str, float, float]] = {}
 
     def wake(self) -> None:
-        """Search for batches to run at once, as there is a new one."""
+        """Make the loop search for batches now, as there is a new one."""
         self._woken.set()
 
     async def run(self) -> NoReturn:
-        """Run batches until cancelled, then commit the results so far."""
+        """Run batches until cancelled, then write the results so far to the store."""
         try:
             while True:
                 self._woken.clear()
@@ -135,7 +135,10 @@ class BatchRunner:
                     break
 
     def _claim(self, tenant: str, batch_id: str) -> tuple[BatchRecord, int] | None:
-        """Claim a batch unless another gateway runs it; return it and the number of the run."""
+        """Claim a batch; return it and the number of the run.
+
+        None: another gateway may be running the batch, or the batch has ended or was deleted.
+        """
         last, now_s = self.batches.last_lease(tenant, batch_id), time.monotonic()
         if last is not None:
             at = f"{tenant}/{batch_id}"
@@ -175,7 +178,8 @@ class BatchRunner:
 class _Run:
     """Run of one batch.
 
-    number: number of the run, which its lease has.
+    number: number of the run, also in the name of its lease, the object in the store that shows
+        that a gateway runs the batch.
     folder: empty folder for the input and the output.
     """
 
@@ -189,7 +193,10 @@ class _Run:
         self._room = asyncio.Condition()
 
     async def complete(self) -> None:
-        """Run the batch to its end, or until another gateway runs it. Raises StoreError."""
+        """Run the batch to its end, or until another gateway runs it.
+
+        Raises StoreError if the store fails.
+        """
         errors: Sequence[Json] = ()
         try:
             status = await self._new_status()
@@ -216,9 +223,10 @@ class _Run:
         return errors
 
     async def _answer_lines(self) -> str:
-        """Answer the lines that no part has; return the batch's status from now on.
+        """Answer the lines without a result in the store; return the batch's status from now on.
 
-        Raises _Superseded, and then commits nothing: the other run answers the same lines.
+        Raises _Superseded if another gateway runs the batch or has ended it, and then
+        commits nothing: the other run answers the same lines.
         """
         done = await self._in_thread(
             lambda: {result.number for result in self._batches.results(self._batch)}
@@ -277,7 +285,7 @@ class _Run:
     async def _watch(self) -> str:
         """Renew the lease until the batch is cancelled or expires; return the batch's new status.
 
-        Raises _Superseded.
+        Raises _Superseded if another gateway runs the batch or has ended it.
         """
         while True:
             await asyncio.sleep(WATCH_S)
@@ -289,7 +297,8 @@ class _Run:
     async def _new_status(self) -> str | None:
         """Renew the lease; return the status of a cancelled or expired batch, None for another.
 
-        Raises _Superseded, StoreError.
+        Raises _Superseded if another gateway runs the batch or has ended it, StoreError if
+        the store fails.
         """
 
         def status() -> str | None:
@@ -301,19 +310,23 @@ class _Run:
         return await self._in_thread(status)
 
     def _renew(self) -> None:
-        """Renew the lease. Raises _Superseded, StoreError."""
+        """Renew the lease.
+
+        Raises _Superseded if another gateway runs the batch or has ended it, StoreError if
+        the store fails.
+        """
         if not self._batches.renew(self._batch, self._number):
             raise _Superseded
 
     async def _keep_committing(self) -> NoReturn:
-        """Commit results from time to time."""
+        """Write new results to the store from time to time, until cancelled."""
         while True:
             ran_s = time.monotonic() - self._begun_s
             await asyncio.sleep(min(max(FLUSH_S, _FLUSH_SHARE * ran_s), LONGEST_FLUSH_S))
             await self._try_to_commit()
 
     async def _try_to_commit(self) -> bool:
-        """Commit results; return False if the store fails."""
+        """Write new results to the store; return False if the store fails."""
         try:
             await _to_the_end(self._commit())
         except StoreError as error:
@@ -322,7 +335,10 @@ class _Run:
         return True
 
     async def _commit(self) -> None:
-        """Write the results since the last part as a part. Raises StoreError and keeps them."""
+        """Write the results since the last part to the store, as a part (an object of results).
+
+        Raises StoreError if the store fails, and keeps the results for the next part.
+        """
         results, self._results = self._results, []
         if not results:
             return
@@ -337,7 +353,7 @@ class _Run:
         await self._give_room(sum(len(result.line) for result in results))
 
     async def _take_room(self, size: int) -> None:
-        """Wait until `size` bytes fit into MAX_PENDING_BYTES, or no bytes are pending; add them."""
+        """Wait until `size` bytes fit into MAX_PENDING_BYTES, or none are pending; count them."""
         async with self._room:
             await self._room.wait_for(
                 lambda: not self._pending_bytes or self._pending_bytes + size <= MAX_PENDING_BYTES
@@ -350,9 +366,12 @@ class _Run:
             self._room.notify_all()
 
     def _finish(self, status: str, errors: Sequence[Json]) -> None:
-        """Write the output and the errors of the lines, then end the batch. Raises StoreError.
+        """Write the output and the errors of the lines, then end the batch.
 
+        status: the batch's final status.
         errors: errors of the input.
+
+        Raises StoreError if the store fails.
         """
         batch, batches = self._batch, self._batches
         said: Json = {"errors": {"object": "list", "data": errors}} if errors else {}
@@ -379,7 +398,11 @@ class _Run:
         batches.end(batch, status, **said)
 
     def _undone(self, done: Collection[int], total: int) -> Iterator[Line]:
-        """Yield the lines that are not done; none if the input is gone."""
+        """Yield the lines that are not done; none if the input file was deleted.
+
+        done: numbers of the lines that have results.
+        total: number of lines in the input.
+        """
         if len(done) == total:
             return
         try:

@@ -109,7 +109,8 @@ class PushPipeline:
     Store writes run in threads of their own, at most one per tenant, so that a store that does not
     answer never delays a push from becoming ready. For use in one event loop.
 
-    pushed: versions that are ready, here or at another gateway, and not durable.
+    pushed: versions that are ready, here or at another gateway, and not durable: not yet in the
+        catalog's log.
     folders: temporary folders of pushed blobs.
     space: disk space for the blobs that are being received.
     """
@@ -133,7 +134,7 @@ class PushPipeline:
         """Count a blob as being received, within the context. Leave the context after calling
         `begin`.
 
-        key: the pushed version.
+        key: tenant, adapter's name and digest of the pushed version.
 
         Raises Overloaded if the tenant has MOST_OF_TENANT pushes in the pipeline or being received.
         If the pipeline has this version already, only the pushes being received count.
@@ -216,7 +217,7 @@ class PushPipeline:
         return ended
 
     async def close(self) -> None:
-        """Wait up to _CLOSING_S seconds for pushes that are to become durable, then cancel all that
+        """Wait up to _CLOSING_S seconds for pushes that are to be stored, then cancel all that
         remain.
         """
         pushes = [push for push in self._pushes.values() if push.version.expires is None]

@@ -152,11 +152,13 @@ class PushedVersions:
         self._seen.pop(version.tenant, None)
 
     def carry(self, key: Key) -> None:
-        """Keep a version of a push in this gateway's pipeline, even without announcements."""
+        """Keep a version that this gateway is pushing, even if no gateway announces it again."""
         self._carried.add(key)
 
     def let_go(self, key: Key) -> None:
-        """Undo `carry`: forget the version after FORGOTTEN_S seconds without an announcement."""
+        """End the effect of `carry`: forget the version once no gateway has announced it for
+        FORGOTTEN_S seconds.
+        """
         self._carried.discard(key)
         if key in self._until_s:
             self._until_s[key] = self._clock() + FORGOTTEN_S

@@ -75,12 +75,15 @@ class PushQuery(BaseModel):
     alias: alias to move to the version.
     base_model: base model that the adapter was trained on; None: the one that the blob names.
     wait: state that the response waits for, at most timeout_s seconds.
-    lifetime_s: seconds until the version expires. A version with a lifetime never becomes durable.
+    lifetime_s: seconds until the version expires. A version with a lifetime never becomes durable:
+        the catalog's log never has it.
     keep: number of the adapter's expiring versions to keep, newest first; only with lifetime_s.
     defaults_of: alias or number of the adapter's version whose own request defaults the version
         gets; None: the base model's.
-    probes_bytes: size of the probes, JSON that precedes the blob in the body; None: no probes.
-    warn_above, refuse_above: bounds of the parity proof, in nats; None: the defaults.
+    probes_bytes: size of the probes, the trainer's log-probabilities as JSON, which precede the
+        blob in the body; None: no probes.
+    warn_above, refuse_above: bounds on the mean difference from the trainer's log-probabilities, in
+        nats, above which the parity proof warns or refuses; None: the defaults.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -129,7 +132,7 @@ class PushRequest(NamedTuple):
     name: name of the adapter.
     digest: SHA-256 that the blob must have.
     like: version whose own request defaults the version gets; None: the base model's.
-    probes: JSON of the probes that precede the blob; empty without probes.
+    probes: the probes, the trainer's log-probabilities as JSON; empty without probes.
     """
 
     pusher: AdmittedPusher
@@ -174,7 +177,7 @@ class PushRequest(NamedTuple):
 class Progress(NamedTuple):
     """State of a pushed version that requests can already name as their model.
 
-    number: version number in the catalog's log; None until durable.
+    number: version number in the catalog's log; None until the log has the version.
     ready: whether all replicas have the version.
     expires: end of the version's lifetime, Unix seconds; None: never.
     """
@@ -259,6 +262,9 @@ class PushEndpoints:
     """Endpoints that push a version and show the state of its push, for publish keys.
 
     A tenant's pushes are checked one after another.
+
+    registration: validator of blobs.
+    reads: tenants' limits on requests that generate nothing, in which pushes count, too.
     """
 
     def __init__(
@@ -335,6 +341,8 @@ class PushEndpoints:
 
     async def _like(self, tenant: str, name: str, selector: str | None) -> VersionRecord | None:
         """Return the version of an adapter that a selector names; None without a selector.
+
+        selector: alias or number of the version.
 
         Raises InvalidInput if there is no such version.
         """
@@ -429,9 +437,11 @@ class PushEndpoints:
         return push
 
     async def _prove(self, push_request: PushRequest, version: PushedVersion, blob: Path) -> Parity:
-        """Deliver a blob to all replicas and have one of them prove its parity.
+        """Deliver a blob to all replicas and have one of them compare the adapter's
+        log-probabilities with the trainer's (parity proof).
 
-        Raises InvalidAdapter if the proof is refused; replicas may then evict the adapter.
+        Raises InvalidInput for malformed probes, Unavailable if not all replicas take the adapter
+        in time, InvalidAdapter if the proof is refused. Replicas may then evict the adapter.
         """
         ValueBudget(MAX_VALUES).spend(push_request.probes)
         probes = await self._registration.run(parse_probes, push_request.probes)

@@ -41,13 +41,17 @@ def batch_routes(
 ) -> APIRouter:
     """Return the routes of batches. Each call counts as several reads.
 
+    reads: check of each request's key and of its tenant's limit on reads.
     runner: loop that runs batches in this gateway; None: files and batches are off, and each call
         says so.
     """
     router = APIRouter(prefix="/v1/batches")
 
     async def call(ask: Callable[[BatchRunner], T]) -> T:
-        """Return the result of `ask`, called on a thread. Raises NotFound if batches are off."""
+        """Return the result of `ask`, called with the runner on a thread.
+
+        Raises NotFound if batches are off.
+        """
 
         def with_runner(_: FileStore) -> T:
             assert runner is not None, "files are on"
@@ -103,8 +107,9 @@ def _create(
 ) -> Json:
     """Save a new batch and return its JSON.
 
-    Raises UnsupportedParameter for another endpoint, InvalidInput for another file than an upload,
-    RateLimited for too many open batches, StoreError.
+    Raises UnsupportedParameter for another endpoint, NotFound without such a file, InvalidInput for
+    another file than an upload, RateLimited for too many open batches, StoreError if the store
+    fails.
     """
     if body.endpoint not in BATCH_ENDPOINTS:
         problem = f"endpoint: want one of {', '.join(BATCH_ENDPOINTS)}"

@@ -83,7 +83,10 @@ class StoredFiles:
 
 
 def file_routes(reads: TenantReads, files: StoredFiles) -> APIRouter:
-    """Return the routes of files. Each call counts as one or several reads."""
+    """Return the routes of files. Each call counts as one or several reads.
+
+    reads: check of each request's key and of its tenant's limit on reads.
+    """
     router = APIRouter(prefix="/v1/files")
 
     @router.post("")
@@ -232,7 +235,11 @@ def _lifetime_s(form: FormData) -> int:
 
 
 def _save(store: FileStore, tenant: str, upload: UploadFile, lifetime_s: int) -> StoredFile:
-    """Save an upload. Raises InsufficientQuota, StoreError."""
+    """Save an upload.
+
+    Raises InsufficientQuota if the tenant's files would exceed its limits, StoreError if the disk
+    is full or the store fails.
+    """
     with tempfile.TemporaryDirectory(prefix="lorikeet-file-") as folder:
         path = Path(folder) / "file"
         try:
@@ -247,7 +254,7 @@ def _save(store: FileStore, tenant: str, upload: UploadFile, lifetime_s: int) ->
 def _open(store: FileStore, tenant: str, file_id: str) -> BinaryIO:
     """Return an open file, without a name on disk, with the contents of a tenant's file.
 
-    Raises NotFound, StoreError.
+    Raises NotFound if the tenant has no such file, StoreError if the store fails.
     """
     with tempfile.TemporaryDirectory(prefix="lorikeet-file-") as folder:
         path = Path(folder) / "file"

@@ -14,7 +14,10 @@ from lorikeet.tenancy.rate_limiter import LimitUse, RateLimiter
 def limit_routes(
     reads: TenantReads, rate_limiter: RateLimiter, catalog_view: GatewayCatalogView
 ) -> APIRouter:
-    """Return the route that shows a tenant's limits."""
+    """Return the route that shows a tenant's limits.
+
+    reads: check of each request's key and of its tenant's limit on reads.
+    """
     router = APIRouter(prefix="/v1")
 
     @router.get("/limits")

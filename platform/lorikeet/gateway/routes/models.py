@@ -27,7 +27,10 @@ request, in the tenant's limit of reads.
 def model_routes(
     services: Services, authenticator: RequestAuthenticator, reads: TenantReads
 ) -> APIRouter:
-    """Return the routes that list a tenant's models and show one of them."""
+    """Return the routes that list a tenant's models and show one of them.
+
+    reads: check of each request's key and of its tenant's limit on reads.
+    """
     router = APIRouter(prefix="/v1/models")
 
     def context_of(base_model: str, caller: Caller) -> int | None:

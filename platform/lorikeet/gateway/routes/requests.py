@@ -16,7 +16,10 @@ _READS = 5
 
 
 def request_routes(reads: TenantReads, request_log: RequestLog) -> APIRouter:
-    """Return the routes that explain a tenant's own requests."""
+    """Return the routes that list a tenant's recent requests and tell how one was served.
+
+    reads: check of each request's key and of its tenant's limit on reads.
+    """
     router = APIRouter(prefix="/v1/requests")
 
     @router.get("")
@@ -33,7 +36,7 @@ def request_routes(reads: TenantReads, request_log: RequestLog) -> APIRouter:
 
 
 def admin_request_routes(request_log: RequestLog) -> APIRouter:
-    """Return the admin route that explains any request."""
+    """Return the admin route that tells how a request of any tenant was served."""
     router = APIRouter(prefix="/requests")
 
     @router.get("/{request_id}")

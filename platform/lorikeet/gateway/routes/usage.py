@@ -64,9 +64,13 @@ class UsageReports:
         return {"from": first.isoformat(), "to": last.isoformat(), "data": data}
 
     async def report_of(self, tenant: str, first: date, last: date, by: Sequence[GroupBy]) -> Json:
-        """Return a tenant's report, as `report` does, once the tenant's earlier reports are done.
+        """Return a tenant's usage rows of a range of days, as JSON, once the tenant's earlier
+        reports are done.
 
-        Raises the errors of `report`.
+        first, last: first and last day, both included.
+        by: columns to group by.
+
+        Raises InvalidInput for an invalid range; StoreError if the store fails.
         """
         async with self._turns.setdefault(tenant, asyncio.Lock()):
             return await self.report(first, last, by, tenant)
@@ -98,7 +102,10 @@ def parse_by(text: str, allowed: Sequence[GroupBy]) -> list[GroupBy]:
 
 
 def usage_routes(reads: TenantReads, reports: UsageReports) -> APIRouter:
-    """Return the route of a tenant's own usage."""
+    """Return the route of a tenant's own usage.
+
+    reads: check of each request's key and of its tenant's limit on reads.
+    """
     router = APIRouter(prefix="/v1")
 
     @router.get("/usage")

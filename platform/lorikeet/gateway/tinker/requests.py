@@ -68,7 +68,10 @@ def sampling_session_id(model: str) -> str:
 
 
 def model_of_session(session_id: object) -> str:
-    """Return the name of a sampling session's model, from the session's id. Raises ValueError."""
+    """Return the name of a sampling session's model, from the session's id.
+
+    Raises ValueError if `session_id` is not such an id.
+    """
     try:
         coded = str(session_id).encode("ascii")
         return urlsafe_b64decode(coded + b"=" * (-len(coded) % 4)).decode()
@@ -237,7 +240,10 @@ class SampleRequest(ApiRequest):
         return convert
 
     def to_call(self, context: CallContext) -> Call:
-        """Return the request as a Call for a completion with token ids."""
+        """Return the request as a Call for a completion with token ids.
+
+        context: facts that are not in the body, such as caller and model.
+        """
         params, scored = self.sampling_params, self.prompt_logprobs or self.topk_prompt_logprobs
         stop = params.stop or ()
         texts = tuple(each for each in stop if isinstance(each, str))

@@ -68,7 +68,9 @@ def tinker_routes(
 ) -> APIRouter:
     """Return the routes of Tinker's API for sampling.
 
+    reads: check of each request's key and of its tenant's limit on reads.
     generate: endpoint for requests of the schema SampleRequest.
+    futures: running samples, and outcomes of ended ones.
     """
     router, endpoints = APIRouter(), _Endpoints(services, authenticator, reads, generate, futures)
     posts: Sequence[tuple[str, Callable[..., Any]]] = (
@@ -97,7 +99,12 @@ def tinker_routes(
 
 
 class _Endpoints:
-    """Tinker's endpoints. For their arguments see `tinker_routes`."""
+    """Tinker's endpoints.
+
+    reads: check of each request's key and of its tenant's limit on reads.
+    generate: endpoint for requests of the schema SampleRequest.
+    futures: running samples, and outcomes of ended ones.
+    """
 
     def __init__(
         self,
@@ -144,7 +151,7 @@ class _Endpoints:
         """Return the id of a sampling session, which names one version of an adapter or of each of
         several, or a base model.
 
-        Raises UnknownModel.
+        Raises UnknownModel if the caller may use no such model.
         """
         async with self._reads.admitted(request) as caller:
             body = await read_json(request, SamplingSessionRequest)
@@ -156,7 +163,13 @@ class _Endpoints:
             }
 
     async def sampler(self, request: Request, sampler_id: str) -> dict[str, Any]:
-        """Return base model and tinker:// path of a sampling session. Raises UnknownModel."""
+        """Return base model and tinker:// path of a sampling session.
+
+        sampler_id: the sampling session's id.
+
+        Raises InvalidInput for another text than such an id, UnknownModel if the caller may not use
+        the session's model.
+        """
         async with self._reads.admitted(request) as caller:
             try:
                 model = model_of_session(sampler_id)
@@ -171,7 +184,10 @@ class _Endpoints:
             }
 
     async def weights_info(self, request: Request) -> dict[str, Any]:
-        """Return an adapter's base model and rank. Raises UnknownModel."""
+        """Return an adapter's base model and rank.
+
+        Raises UnknownModel if the caller may use no such model.
+        """
         async with self._reads.admitted(request) as caller:
             body = await read_json(request, WeightsInfoRequest)
             found = await self._resolve(body.tinker_path, caller)
@@ -241,14 +257,14 @@ class _Endpoints:
         )
 
     async def cancel(self, request: Request) -> dict[str, Any]:
-        """Cancel samples."""
+        """Cancel the samples of an earlier request; do nothing if they have ended."""
         async with self._reads.admitted(request) as caller:
             body = await read_json(request, FutureRequest)
             await self._futures.cancel(caller.tenant.name, body.request_id)
             return {}
 
     async def refuse_training(self, request: Request) -> dict[str, Any]:
-        """Refuse to train. Raises UnsupportedParameter."""
+        """Refuse to train: raise UnsupportedParameter."""
         async with self._reads.admitted(request):
             raise UnsupportedParameter(
                 f"{request.url.path} is not served: Lorikeet samples and does not train. Train "
@@ -258,7 +274,7 @@ class _Endpoints:
     def _base_model(self, name: str) -> str:
         """Return the served base model that has this name here or on the Hugging Face Hub.
 
-        Raises UnknownModel.
+        Raises UnknownModel if none or several have it.
         """
         base_models = self._services.base_models
         matching = [name] if name in base_models else matching_names(name, base_models)

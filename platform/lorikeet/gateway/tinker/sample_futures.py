@@ -37,15 +37,18 @@ Outcome = bytes | Refusal
 
 
 class SampleFutures:
-    """Running samples of this gateway, and outcomes of all gateways' samples. For use in one event
-    loop.
+    """Running samples of this gateway, and outcomes (answers or errors) of all gateways' samples.
+    For use in one event loop.
 
-    An outcome is kept for LIFETIME_S, or until newer ones need the memory. Each question for it
-    returns it.
+    An outcome is kept for LIFETIME_S, or until newer ones need the memory. Clients can get it more
+    than once.
     """
 
     def __init__(self, peers: Peers, gateways: int) -> None:
-        """Register with the other gateways. gateways: number of gateways of the service."""
+        """Register the answers to other gateways' questions about samples.
+
+        gateways: number of gateways of the service.
+        """
         self._peers, self._alone = peers, gateways == 1
         self._running: dict[tuple[str, str], _Sample] = {}
         self._ended: dict[str, OrderedDict[str, Outcome]] = {}  # by tenant and id, oldest first
@@ -78,7 +81,7 @@ class SampleFutures:
 
         Of several waits for one sample only the last goes on; earlier ones return None at once.
 
-        Raises Expired if no gateway knows the sample.
+        Raises Expired if all gateways answer and none knows the sample.
         """
         key = tenant, request_id
         found = await self._find(*key)
@@ -132,8 +135,8 @@ class SampleFutures:
                 await self._ask(_ENDED, *key, outcome)
 
     async def _find(self, tenant: str, request_id: str) -> Outcome | str | None:
-        """Return a sample's outcome; _RUNNING, and note that its client asked, if the sample runs
-        here; None if this gateway does not know it.
+        """Return a sample's outcome; _RUNNING if the sample still runs here, after noting that its
+        client asked for it; None if this gateway does not know the sample.
         """
         if (sample := self._running.get((tenant, request_id))) is not None:
             sample.touch()
@@ -202,8 +205,8 @@ class SampleFutures:
 class _Sample:
     """Running call of a sample, and the observer that notes when a replica takes the call.
 
-    taken: done once a replica has taken the call or the call has ended; has the exception of a
-        call that failed before a replica took it.
+    taken: future that is done once a replica has taken the call or the call has ended; has the
+        exception of a call that failed before a replica took it.
     was_taken: whether a replica has taken the call.
     """
 
@@ -217,7 +220,10 @@ class _Sample:
         response.observers.append(self)
 
     async def message(self) -> bytes:
-        """Run the call; return its answer, b"" if it was cancelled. Raises LorikeetError."""
+        """Run the call; return its answer, b"" if it was cancelled.
+
+        Raises LorikeetError if the call fails.
+        """
         parts = list[bytes]()
 
         async def receive() -> Message:
@@ -235,7 +241,7 @@ class _Sample:
         self._left.set()
 
     def touch(self) -> None:
-        """Note that the client still asks for the sample."""
+        """Restart the timer that cancels the call, as the client has asked for the sample."""
         self._timer.cancel()
         self._timer = asyncio.get_running_loop().call_later(ABANDONED_S, self.leave)
 

@@ -42,7 +42,8 @@ class VllmSampling(SamplingFields):
 class InferenceRequest(ApiRequest):
     """Body of a request to continue token ids, with vLLM's fields.
 
-    `cache_salt` has no effect: a cached prefix belongs to one version of one adapter.
+    `cache_salt`, which keeps cached prefixes apart in vLLM, has no effect: here a cached prefix
+    belongs to one version of one adapter.
     """
 
     no_ops: ClassVar[NoOps] = {"stream": (False,), "priority": (0,)}
@@ -65,7 +66,10 @@ class InferenceRequest(ApiRequest):
         return convert
 
     def to_call(self, context: CallContext) -> Call:
-        """Return the request as a Call for a completion with token ids."""
+        """Return the request as a Call for a completion with token ids.
+
+        context: facts that are not in the body, such as caller and model.
+        """
         sampling = {name: getattr(self.sampling_params, name) for name in VllmSampling.model_fields}
         return CompletionRequest.unchecked(
             model=self.model,

@@ -46,7 +46,8 @@ class LoadRequest(Body):
 class SkyrlLoadRequest(LoadRequest):
     """Body of SkyRL's request to load an adapter.
 
-    load_inplace: as LoadRequest's, but true by default.
+    load_inplace: replace an adapter of this name that another key loaded or that is registered;
+        true by default.
     """
 
     load_inplace: bool = True

@@ -92,7 +92,14 @@ class VllmEndpoints:
         reads: ReadLimiter,
         folder: Path,
     ) -> None:
-        """folder: folder below which each tenant has a folder of its name."""
+        """Set up the endpoints.
+
+        registration: knows the limits on each tenant's adapters.
+        pipeline: running pushes of this gateway.
+        pushes: endpoints whose checks and limits hold for these pushes, too.
+        reads: tenants' limits on requests that generate nothing.
+        folder: folder below which each tenant has a folder of its name.
+        """
         self._services, self._catalog_view = services, catalog_view
         self._registration, self._pipeline, self._pushes = registration, pipeline, pushes
         self._reads, self._folder = reads, folder.absolute()
@@ -183,8 +190,11 @@ class VllmEndpoints:
             )
 
     async def _load(self, request: Request, schema: type[LoadRequest]) -> str:
-        """Push the adapter in a folder as an ephemeral version, and wait until all replicas have
-        it. Return the adapter's name as the client wrote it. Repeating the request changes nothing.
+        """Push the adapter in a folder as an ephemeral version (never stored), and wait until all
+        replicas have it. Return the adapter's name as the client wrote it. Repeating the request
+        changes nothing.
+
+        schema: schema of the request's body.
         """
         async with self._pushes.admitted(request) as pusher:
             self._reads.count(pusher.caller.tenant.name)
@@ -204,7 +214,9 @@ class VllmEndpoints:
 
     @asynccontextmanager
     async def _asked(self, request: Request) -> AsyncGenerator[AdmittedPusher, None]:
-        """Admit a request whose body has no effect."""
+        """Check a request's key and limits and record the request; yield its publisher. The body,
+        which has no effect, is not read.
+        """
         async with self._pushes.admitted(request) as pusher:
             pusher.hold.body_is_here()
             with self._reads.reading(pusher.caller.tenant.name):
@@ -216,7 +228,7 @@ class VllmEndpoints:
     async def _check_free(self, pusher: AdmittedPusher, name: str) -> None:
         """Raise InvalidInput if an adapter has this name, except one that the same key loaded.
 
-        Trainers begin anew with the names of an earlier run.
+        So a trainer that starts again can load adapters under the names of its earlier run.
         """
         tenant, key = pusher.caller
         record = await self._catalog_view.ask(lambda state: state.find(tenant.name, name))

@@ -28,7 +28,10 @@ B = TypeVar("B", bound=Body)
 def token_routes(
     services: Services, authenticator: RequestAuthenticator, reads: TenantReads
 ) -> APIRouter:
-    """Return the routes that convert prompts to token ids and token ids to text."""
+    """Return the routes that convert prompts to token ids and token ids to text.
+
+    reads: check of each request's key and of its tenant's limit on reads.
+    """
     router, bodies = APIRouter(), LargeBodies()
 
     async def read(request: Request, caller: Caller, schema: type[B]) -> B:

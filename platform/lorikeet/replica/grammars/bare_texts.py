@@ -43,8 +43,8 @@ _MOST_DEPTH = 24
 
 
 class BareTexts:
-    """Lark expressions of the bare texts that an argument may have: strings, numbers, true, false
-    and null.
+    """Lark expressions of the bare texts (without quotes) that an argument may have: strings,
+    numbers, true, false and null.
 
     A string that looks like another value of the argument is left out, since readers take it for
     that value.
@@ -72,7 +72,7 @@ class BareTexts:
         depth: number of schemas that contain this schema.
 
         Raises InvalidInput if the schema is malformed, `$ref` leads to itself, or a keyword cannot
-        be held.
+        be enforced.
         """
         if depth > _MOST_DEPTH:
             raise invalid("nested too deeply, or a $ref to itself")
@@ -121,7 +121,10 @@ class BareTexts:
         return _either(known[kind] for kind in map(str, kinds) if kind in known)
 
     def _of_string(self, text: str) -> str | None:
-        """Return an expression of the strings that match `text`, and of all other values."""
+        """Return an expression of the strings that match `text`, and of all other values.
+
+        text: Lark expression.
+        """
         return _either([text, *self._bare.values()])
 
     def _one_of(self, values: list[Any]) -> str | None:

@@ -41,16 +41,16 @@ def gemma_arguments(
 ) -> list[str]:
     """Return the grammar rules for the arguments of a call of Gemma's, with their brackets.
 
-    Keys come in alphabetical order, as in Gemma's chat templates. Other objects than those of
-    arguments, and arrays, are held to the keywords that `ArgumentRules` and `_Items` name; strings,
-    numbers and constants to the same keywords as in JSON.
+    Keys come in alphabetical order, as in Gemma's chat templates. Nested objects and
+    arrays must meet the keywords that `ArgumentRules` and `_Items` name; strings, numbers and
+    constants the same keywords as in JSON.
 
     rule: name of the first rule, and prefix of the names of the other rules.
     schema: schema of the arguments object.
     quote: mark on both sides of each string.
     literal: function that turns a text into a literal of a Lark rule.
 
-    Raises InvalidInput, with the JSON path of the schema, for a schema that cannot be held.
+    Raises InvalidInput, with the JSON path of the schema, for a schema that cannot be enforced.
     """
     values = _Values(rule, schema, quote, literal)
     try:
@@ -196,7 +196,11 @@ class _Values:
         return [f"{name}_text"]
 
     def _scalars(self, schema: Any, types: frozenset[str], path: tuple[str | int, ...]) -> str:
-        """Return the JSON schema, as text, of the values of given types that fit a schema."""
+        """Return the JSON schema, as text, of the values of given types that fit a schema.
+
+        types: names of JSON types.
+        path: place of the schema in the root.
+        """
         with placed(json_path(path)):
             whole = self_contained(schema, self._root)
         own = {key: part for key, part in whole.items() if key != "$defs"}
@@ -207,7 +211,11 @@ class _Values:
         return json.dumps(held)
 
     def _array(self, asked: _Items, path: tuple[str | int, ...]) -> str:
-        """Add the rules of arrays that meet an alternative; return the name of the first rule."""
+        """Add the rules of arrays that meet the constraints `asked`; return the name of the first
+        rule.
+
+        path: place of the schema in the root.
+        """
         name = self._name()
         rest, count = '""', len(asked.first)
         if asked.most is None or asked.most > count:
@@ -229,7 +237,11 @@ class _Values:
         return name
 
     def _object(self, asked: ArgumentRules, path: tuple[str | int, ...]) -> str:
-        """Add the rules of objects that meet an alternative; return the name of the first rule."""
+        """Add the rules of objects that meet the constraints `asked`; return the name of the first
+        rule.
+
+        path: place of the schema in the root.
+        """
         name = self._name()
         if not asked.properties:
             pairs = ""
@@ -254,7 +266,10 @@ class _Values:
         return name
 
     def _key(self, key: str, path: tuple[str | int, ...]) -> str:
-        """Return the Lark literals of a key."""
+        """Return the Lark literals of an argument's or member's name.
+
+        Raises InvalidInput for a name with the mark of strings in it.
+        """
         if _WORD.fullmatch(key):
             return json.dumps(key)
         if self._forbidden in key:
@@ -271,7 +286,9 @@ class _Values:
 
 
 def _repeated(rule: str, least: int, most: int | None) -> str:
-    """Return the Lark expression of a rule that is repeated."""
+    """Return the Lark expression of a rule repeated from `least` to `most` times; `most` None: any
+    number of times.
+    """
     return "" if most == 0 else f"({rule}){{{least},{'' if most is None else most}}}"
 
 
