@@ -168,6 +168,19 @@ def test_requests_with_one_prefix_share_its_fetch(tmp_path, always_fetch):
     assert usage(engine.engine).fetched == len(LONG) // PAGE - 1
 
 
+def test_tokens_that_come_by_two_fetches_count_as_from_the_host(tmp_path, always_fetch):
+    engine = checked(tmp_path)
+    answer(engine)
+    push_out(engine)
+    engine.submit(LONG[: 4 * PAGE + 1], sampling=SHORT)
+    engine.step()
+    engine.submit(LONG, sampling=SHORT)  # waits for these pages, then fetches the others
+    engine.step()
+    engine.drain()
+    assert usage(engine.engine).fetched == len(LONG) // PAGE - 1
+    assert usage(engine.engine).tokens == 4 * PAGE + len(LONG) - PAGE
+
+
 def test_pages_of_a_damaged_adapter_that_are_under_way_are_not_shared(tmp_path, always_fetch):
     engine = checked(tmp_path)
     answer(engine, adapter=GOOD)
