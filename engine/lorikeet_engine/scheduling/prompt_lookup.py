@@ -99,7 +99,10 @@ class PromptLookup:
         return predicted
 
     def end(self, answers: AdapterAnswers) -> None:
-        """Include the acceptance of the sequence, which has ended, in its adapter's."""
+        """Include the acceptance of the sequence, which has ended, in the mean of its adapter.
+
+        answers: recent answers to the same tenant with the same adapter.
+        """
         for source, acceptance in self._acceptance.items():
             answers.record(source, acceptance)
 
