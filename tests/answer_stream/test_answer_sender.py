@@ -106,6 +106,20 @@ def test_running_usage_is_sent_every_few_dozen_tokens(tokenizer: Tokenizer, stre
     asyncio.run(scenario())
 
 
+def test_running_usage_leaves_out_the_token_of_a_call_for_no_tokens(tokenizer: Tokenizer) -> None:
+    async def scenario() -> None:
+        one = Started(tokenizer, replace(CALL, max_tokens=0))
+        one.sender.begin(HEADER)
+        await one.heard()
+        one.sender.take(token(A, FinishReason.LENGTH))
+        used = [
+            item for item in (await one.heard())[0] if isinstance(item, RunningUsage | FinalUsage)
+        ]
+        assert [(each.prompt_tokens, each.completion_tokens) for each in used] == [(1, 0), (1, 0)]
+
+    asyncio.run(scenario())
+
+
 def test_a_failed_request_ends_with_its_refusal(tokenizer: Tokenizer) -> None:
     async def scenario() -> None:
         one = Started(tokenizer)

@@ -1,5 +1,6 @@
 """Tokens that a gateway counts for a call, by how the call ends."""
 
+import asyncio
 from contextlib import suppress
 from dataclasses import replace
 
@@ -28,7 +29,7 @@ def counted(*items, error=None, call=CALL, price=FREE):
     """Return the counts of a call with these items, by account, after an end with an error."""
     ledger = UsageLedger()
     observer = UsageObserver(ledger, call, "tiny", price)
-    with suppress(LorikeetError), observer:
+    with suppress(LorikeetError, asyncio.CancelledError), observer:
         for item in items:
             if isinstance(item, bytes):
                 observer.on_first_bytes()
@@ -63,6 +64,13 @@ def test_a_failure_before_the_first_bytes_counts_nothing():
     refusal = Refusal("generation_failed", "it broke")
     assert counts(TAKEN, HEADER, RUNNING, refusal, error=GenerationFailed("it broke")) is None
     assert counts(TAKEN, HEADER, RUNNING, error=GenerationFailed("it broke")) is None
+
+
+def test_a_call_that_its_gateway_cancels_counts_only_after_its_first_bytes():
+    # such as a line of a batch, which another gateway answers again
+    ends = asyncio.CancelledError()
+    assert counts(TAKEN, HEADER, RUNNING, error=ends) is None
+    assert counts(TAKEN, HEADER, RUNNING, BYTES, error=ends) == UsageCounts(1, 5, 2, 7)
 
 
 def test_a_failure_within_an_answer_counts_the_tokens_until_then():

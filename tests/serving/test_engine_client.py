@@ -259,8 +259,9 @@ def test_a_begun_answer_leaves_silent_replicas_as_long_as_others_may_take_it(
 
 
 def test_an_answer_without_a_log_stays_at_a_silent_replica_and_at_one_that_is_being_stopped(
-    three_replicas, monkeypatch
+    three_replicas, monkeypatch, caplog
 ):
+    caplog.set_level("INFO")
     monkeypatch.setattr(engines_module, "_LEAVE_S", 0.05)
     monkeypatch.setattr(engines_module, "_LEAVE_CHECK_S", 0.01)
 
@@ -273,6 +274,8 @@ def test_an_answer_without_a_log_stays_at_a_silent_replica_and_at_one_that_is_be
         handle.deliver(USAGE, b"end.", ended=True)
         assert bytes_of(await asking) == b"begun end."
         assert len(handle.calls) == 1
+        moves = {"replica_sends_no_status", "answers_leave_replica"}
+        assert not moves & {record.message for record in caplog.records}
 
     run(scenario)
 

@@ -122,12 +122,31 @@ def test_new_requests_and_use_appear(tab: Tab, gateway: Gateway) -> None:
     tab.until(f"{count} === {before + 1}")
 
 
+@pytest.mark.parametrize(
+    ("silent", "said"),
+    [
+        ("2", "2 gateways did not answer: some requests are missing."),
+        ("null", "The other gateways did not answer: some requests are missing."),
+    ],
+)
+def test_gateways_that_do_not_answer_are_told(
+    tab: Tab, gateway: Gateway, silent: str, said: str
+) -> None:
+    tab.js(
+        "(() => { const ask = fetch; window.fetch = async (path, how) => {"
+        " const answer = await ask(path, how); if (path !== 'v1/requests') return answer;"
+        f" return Response.json({{ ...(await answer.json()), silent: {silent} }}); }} }})()"
+    )
+    enter(tab, gateway.keys["acme"])
+    tab.until(f"document.getElementById('requests').innerText.includes('{said}')")
+
+
 def test_a_key_for_some_adapters_sees_those_alone(tab: Tab, gateway: Gateway) -> None:
     gateway.register("acme/draft")
     _, key = gateway.catalog.create_key("acme", {Scope.INFER}, adapters=("draft",), actor="test")
     enter(tab, key)
     said = tab.text("#adapters")
-    assert "This key may use draft alone." in said
+    assert "This key may use only draft." in said
     assert "acme/draft" in said
     assert "support" not in said
     assert "tiny" not in [

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from pydantic_core import to_json
 
 from lorikeet.answer_stream.compact_json import dump
 from lorikeet.answer_stream.openai_format import adapter_member
@@ -35,15 +36,16 @@ def pooled_body(call: Call, pooled: Sequence["array[float]"], usage: FinalUsage)
         "object": "list",
         "created": call.created,
         "model": call.model,
-        "data": [_item(call, index, each) for index, each in enumerate(pooled)],
-        "usage": {
-            "prompt_tokens": usage.prompt_tokens,
-            **({} if call.embedder else {"completion_tokens": 0}),
-            "total_tokens": usage.prompt_tokens,
-            "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
-        },
     }
-    return dump(opening)[:-1] + adapter_member(call) + b"}"
+    used = {
+        "prompt_tokens": usage.prompt_tokens,
+        **({} if call.embedder else {"completion_tokens": 0}),
+        "total_tokens": usage.prompt_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+    }
+    items = b",".join(_item(call, index, each) for index, each in enumerate(pooled))
+    body = b'%s,"data":[%s],"usage":%s' % (dump(opening)[:-1], items, dump(used))
+    return body + adapter_member(call) + b"}"
 
 
 def probabilities(head: Head, scores: Sequence[float]) -> list[float]:
@@ -78,11 +80,16 @@ def embedding(
     return vector.astype(np.float32)
 
 
-def _item(call: Call, index: int, scores: "array[float]") -> dict[str, Any]:
-    if call.embedder is not None:
-        vector = embedding(call.embedder, scores, call.dimensions, raw=call.raw_scores)
-        shown = _base64(vector) if call.base64 else vector.tolist()
-        return {"object": "embedding", "index": index, "embedding": shown}
+def _item(call: Call, index: int, values: "array[float]") -> bytes:
+    if call.embedder is None:
+        return dump(_scored(call, index, values))
+    vector = embedding(call.embedder, values, call.dimensions, raw=call.raw_scores)
+    # to_json writes numbers five times as fast as `dump`: other answers wait meanwhile
+    shown = to_json(_base64(vector) if call.base64 else vector.tolist())
+    return b'{"object":"embedding","index":%d,"embedding":%s}' % (index, shown)
+
+
+def _scored(call: Call, index: int, scores: "array[float]") -> dict[str, Any]:
     head = call.head
     assert head is not None, "a pooled prompt without a head"
     values = list(scores) if call.raw_scores else probabilities(head, scores)

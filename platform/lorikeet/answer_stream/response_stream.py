@@ -209,7 +209,11 @@ class ResponseBuffer:
 
     @property
     def can_move(self) -> bool:
-        """Whether another replica can go on with the answer, or begin it anew."""
+        """Whether the answer is incomplete and another replica can go on with it, or begin it
+        anew.
+        """
+        if self.ended:
+            return False
         return not self._begun or (bool(self._log) and not self._is_last)
 
     def put(
@@ -301,17 +305,18 @@ class ResponseBuffers:
             if buffer.replica == replica:
                 buffer.fail(error)
 
-    def leave(self, replica: str, error: BaseException) -> None:
-        """Fail all answers that a replica has begun and that can move."""
-        for buffer in self._open.values():
-            if buffer.replica == replica and buffer.can_move:
-                buffer.fail(error)
+    def leave(self, replica: str, error: BaseException) -> int:
+        """Fail all answers that a replica has begun and that can move; return their number."""
+        begun = [each for each, buffer in self._open.items() if buffer.replica == replica]
+        return self.leave_calls(begun, error)
 
-    def leave_call(self, request_id: str, error: BaseException) -> None:
-        """Fail the answer of one open call if it can move; ignore a call that is closed."""
-        buffer = self._open.get(request_id)
-        if buffer is not None and buffer.can_move:
+    def leave_calls(self, request_ids: Iterable[str], error: BaseException) -> int:
+        """Fail the answers of these calls that are open and can move; return their number."""
+        found = [self._open[each] for each in request_ids if each in self._open]
+        moving = [buffer for buffer in found if buffer.can_move]
+        for buffer in moving:
             buffer.fail(error)
+        return len(moving)
 
     def awaited(self) -> set[str]:
         """Return the replicas that are answering open calls."""

@@ -85,8 +85,7 @@ class RequestAuthenticator:
     """Lookup of keys, tenants and models in the gateway's view of the catalog.
 
     Before a request is refused because of an unknown key, tenant or model, the view is refreshed
-    once. The
-    lookups themselves are methods of CatalogState (catalog/state.py).
+    once. The lookups themselves are methods of CatalogState (catalog/state.py).
     """
 
     def __init__(

@@ -289,9 +289,10 @@ class RateLimitObserver(RequestObserver):
     """Observer that reserves a call's tokens in the rate limits, and finally charges the tokens
     used.
 
-    Complete answer: the tokens of FinalUsage are charged. Failure before the first bytes: no tokens
-    are charged. Client disconnected or replica lost during the answer: the larger of two numbers is
-    charged, the reserved tokens, or the prompt's tokens plus the tokens of the last RunningUsage.
+    Complete answer: the tokens of FinalUsage are charged. Failure, or end of the gateway, before
+    the first bytes: no tokens are charged. Client disconnected or replica lost during the answer:
+    the larger of two numbers is charged, the reserved tokens, or the prompt's tokens plus the
+    tokens of the last RunningUsage.
     """
 
     def __init__(
@@ -330,7 +331,7 @@ class RateLimitObserver(RequestObserver):
         concurrent requests.
         """
         if not self._settled:
-            failed = isinstance(error, Exception) and not self._answered
+            failed = error is not None and not self._answered
             tokens = 0 if failed else max(self._reserved, self._taken)
             prompt = min(self._prompt_tokens, tokens)
             self._hold.settle(tokens, self._price.cost(prompt, 0, tokens - prompt))

@@ -197,7 +197,9 @@ async def read_signing_keys(url: str) -> dict[str, dict[str, Any]]:
     without such keys; and other exceptions for other content.
     """
     body = bytearray()
-    async with httpx.AsyncClient(timeout=_READ_S) as client, client.stream("GET", url) as answer:
+    # in a thread: a client begins by reading all certificates that this machine trusts
+    made = await asyncio.to_thread(httpx.AsyncClient, timeout=_READ_S)
+    async with made as client, client.stream("GET", url) as answer:
         if answer.status_code != httpx.codes.OK:
             raise ValueError(f"status {answer.status_code}")
         async for part in answer.aiter_bytes():

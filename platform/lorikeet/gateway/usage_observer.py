@@ -20,8 +20,8 @@ class UsageObserver(RequestObserver):
     """Observer that adds a call's tokens to the ledger when the call ends.
 
     A complete answer counts its FinalUsage. An answer that the client or a failure cuts off counts
-    its last RunningUsage. A call counts nothing if no replica took it, if it failed before its
-    first bytes, or if its replica was lost and no other went on with the answer.
+    its last RunningUsage. A call counts nothing if no replica took it, if it failed or its gateway
+    ended before its first bytes, or if its replica was lost and no other went on with the answer.
 
     ledger: the gateway's usage that is not written to the store yet.
     price: price of the call's tokens.
@@ -40,12 +40,12 @@ class UsageObserver(RequestObserver):
     def __exit__(self, kind: object, error: BaseException | None, at: object) -> None:
         """Add the call's tokens to the ledger."""
         is_complete = isinstance(self._used, FinalUsage)
-        failed = self._has_failed or (isinstance(error, Exception) and not self._has_begun)
+        failed = self._has_failed or (error is not None and not self._has_begun)
         if is_complete or (self._is_taken and not failed):
             self._ledger.add(self._account, self._counts())
 
     def on_item(self, item: StreamItem) -> None:
-        """Record the tokens used so far, and if a replica takes the call or fails it."""
+        """Record the tokens used so far, and whether a replica has taken or failed the call."""
         match item:
             case RunningUsage() | FinalUsage():
                 self._used = item

@@ -104,7 +104,7 @@ class RequestLog:
     async def recent(self, tenant: str) -> Json:
         """Return the explanations of a tenant's running and last requests, the newest first.
 
-        `silent` is the number of gateways that did not answer, null if none could be asked.
+        `silent` is the number of gateways that did not answer, None if none could be asked.
         """
         answers, silent = await self._peers.ask(_RECENT, tenant)
         found = sorted(chain(*answers), key=lambda each: each["received"], reverse=True)

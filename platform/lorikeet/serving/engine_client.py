@@ -370,14 +370,10 @@ async def _leave_silent_replicas(fleet: Fleet, buffers: ResponseBuffers) -> None
         if time.monotonic() - due_s > _LATE_LOOP_S:
             continue
         for replica, request_ids in fleet.take_silent().items():
-            if request_ids:
-                log.warning(
-                    "replica_sends_no_status",
-                    extra={"replica": replica, "moved_requests": len(request_ids)},
-                )
-            for request_id in request_ids:
-                error = _AnswerLost("the replica sends no status", ResumeReason.SILENT)
-                buffers.leave_call(request_id, error)
+            error = _AnswerLost("the replica sends no status", ResumeReason.SILENT)
+            if moved := buffers.leave_calls(request_ids, error):
+                facts = {"replica": replica, "moved_requests": moved}
+                log.warning("replica_sends_no_status", extra=facts)
 
 
 async def _leave_stopping_replicas(fleet: Fleet, buffers: ResponseBuffers) -> None:
@@ -394,9 +390,10 @@ async def _leave_stopping_replicas(fleet: Fleet, buffers: ResponseBuffers) -> No
         since_s = {replica: since_s.get(replica, now_s) for replica in stopping}
         for replica in stopping:
             if listed and now_s - since_s[replica] >= _LEAVE_S:
-                log.info("answers_leave_replica", extra={"replica": replica})
                 error = _AnswerLost("the replica is being stopped", ResumeReason.DRAINED)
-                buffers.leave(replica, error)
+                if moved := buffers.leave(replica, error):
+                    facts = {"replica": replica, "moved_requests": moved}
+                    log.info("answers_leave_replica", extra=facts)
 
 
 async def _await_call(sent: AsyncIterable[Refusal | None], buffer: ResponseBuffer) -> None:

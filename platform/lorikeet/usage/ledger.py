@@ -26,7 +26,10 @@ class UsageAccount(NamedTuple):
 
     @classmethod
     def of(cls, tenant: str, base_model: str, adapter: Adapter | None) -> "UsageAccount":
-        """Return the account of a tenant's requests with an adapter, None for the base model."""
+        """Return the account of a tenant's requests with an adapter.
+
+        adapter: None for the base model alone.
+        """
         names = [f"{member.tenant}/{member.name}" for member in adapter.members] if adapter else []
         return cls(tenant, base_model, "+".join(sorted(names)) or None)
 

@@ -137,7 +137,7 @@ function showAdapters(home, models, { tenant, adapters: allowed }) {
     });
     const left = models.length - rows.length;
     return [
-      allowed ? make("p", { class: "aside" }, `This key may use ${allowed.join(", ")} alone.`) : "",
+      allowed ? make("p", { class: "aside" }, `This key may use only ${allowed.join(", ")}.`) : "",
       models.length ? table([["Model", ""], ["Base model", ""], ["Since", "number"]], rows) : nothing("There are no adapters."),
       left ? make("p", { class: "aside" }, `and ${count(left)} more`) : "",
     ];
@@ -147,7 +147,7 @@ function showAdapters(home, models, { tenant, adapters: allowed }) {
 function showUsage(home, usage) {
   fill(home, usage, () => {
     if (typeof usage === "string") return [nothing(usage)];
-    if (!usage.length) return [nothing("Nothing was used in the last months.")];
+    if (!usage.length) return [nothing("Nothing was used in the last three months.")];
     const priced = usage.some(({ cost }) => cost);
     const heads = [["Model", ""], ["Requests", "number"], ["Prompt", "number"], ["Cached", "number"], ["Output", "number"], ...(priced ? [["Cost", "number"]] : [])];
     const months = [...new Set(usage.map(({ month }) => month))].sort().reverse();
@@ -168,7 +168,8 @@ function monthRows(month, rows, priced) {
 function showRequests(home, rows, silent) {
   fill(home, [rows, silent], () => {
     const heads = [["Arrived", ""], ["Model", ""], ["Outcome", ""], ["First token", "number"], ["Total", "number"], ["Where its time went", "went-by"]];
-    const missing = silent ? nothing(`${counted(silent, "gateway")} did not answer: some requests are missing.`) : "";
+    const others = silent === null ? "The other gateways" : counted(silent, "gateway");
+    const missing = silent === 0 ? "" : nothing(`${others} did not answer: some requests are missing.`);
     return [missing, rows.length ? table(heads, rows.map(requestRow)) : nothing("No request in the last hour.")];
   });
 }

@@ -17,7 +17,7 @@ export class NoAnswer extends Error {
 
 /** Fetch the JSON at a path, with a key. Throws NoAnswer. */
 export async function get(key, path) {
-  if (!KEY.test(key)) throw new NoAnswer("This is no key: a key has only letters, digits, - and _.", 0, true);
+  if (!KEY.test(key)) throw new NoAnswer("This is no key: a key has only letters, digits, -, _ and dots.", 0, true);
   let answer;
   let body = null;
   try {

@@ -62,10 +62,10 @@ async function roleOf(typed) {
       return { role, found, data: await found.ask(typed) };
     } catch (error) {
       if (![403, 404].includes(error.status)) throw error;
-      if (role === "fleet" && error.status === 404) throw new NoAnswer("This is no key of a tenant that may read. An admin’s page is at /ui of the admin listener.");
+      if (role === "fleet" && error.status === 404) throw new NoAnswer("This key does not read a tenant’s data. The page for admins’ keys is /ui at the admin listener.");
     }
   }
-  throw new NoAnswer("This key only pushes adapters: take another key of its tenant.");
+  throw new NoAnswer("This key only pushes adapters: enter another key of its tenant.");
 }
 
 function logOut(why) {
