@@ -34,7 +34,12 @@ _KV_BYTES, _HOST_BYTES = 6 << 30, 32 << 30
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One kind of prefix: median milliseconds to the first token, and those of each turn."""
+    """Times to the first token behind one kind of prefix.
+
+    prefix: place of the prefix before the request.
+    ms: median of turns_ms.
+    turns_ms: milliseconds to the first token in each turn.
+    """
 
     prefix: str
     ms: float
@@ -45,7 +50,8 @@ class Row:
 class Gaps:
     """Gaps between tokens of streams, in milliseconds.
 
-    requests: number of requests that ran beside the streams.
+    beside: prefixes of the requests that ran beside the streams.
+    requests: number of these requests.
     """
 
     beside: str
@@ -139,7 +145,7 @@ def gaps(engine: Engine) -> Iterator[Gaps]:
 
 
 def _gaps(engine: Engine, beside: str, prefixes: Prefixes, asked: list[list[int]]) -> Gaps:
-    """Time the gaps of streams beside requests for these prefixes by turns, computed before."""
+    """Compute these prefixes, then time the gaps of streams beside requests for them by turns."""
     for prefix in asked:
         prefixes.ask(prefix)
     streams = [

@@ -276,6 +276,15 @@ def test_other_pipelines_are_refused_by_name(kinds, pooling, message, tmp_path):
         read_embedder(pipeline(tmp_path, *kinds, pooling=pooling))
 
 
+@pytest.mark.parametrize("file", ["modules.json", "1_Pooling/config.json", "config.json"])
+@pytest.mark.parametrize("text", ["{", "[" * 100_000], ids=["cut off", "lists in lists"])
+def test_files_that_are_no_json_are_refused_by_name(file, text, tmp_path):
+    (pipeline(tmp_path, *WHOLE, pooling=LAST) / file).write_text(text)
+    with pytest.raises(AdapterRejected, match="no JSON") as caught:
+        read_embedder(tmp_path)
+    assert caught.value.field == file
+
+
 def test_an_adapters_own_pipeline_is_part_of_its_blob(world_of, tmp_path):
     world, shelf = world_of("llama"), BlobShelf(tmp_path / "blobs")
     saved = world.shelf.folder.parent / "queries"

@@ -230,6 +230,9 @@ def test_labels_problem_and_padding_are_those_of_the_folder(world_of, tmp_path):
     (folder / "config.json").write_text(json.dumps({"id2label": {"0": "calm"}}))
     with pytest.raises(AdapterRejected, match="does not name the 3 labels"):
         BlobShelf(tmp_path).add(folder, "d")
+    (folder / "config.json").write_text("[" * 100_000)
+    with pytest.raises(AdapterRejected, match=r"config\.json is not JSON"):
+        BlobShelf(tmp_path).add(folder, "e")
 
 
 @pytest.mark.parametrize(

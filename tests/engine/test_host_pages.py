@@ -5,9 +5,11 @@ tokens or of another adapter becomes a wrong token.
 """
 
 import logging
+import threading
 from collections import Counter
 from contextlib import nullcontext
 from random import Random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,9 +18,10 @@ from hypothesis import strategies as st
 
 from lorikeet_engine.errors import SettingsError
 from lorikeet_engine.execution import page_copies
-from lorikeet_engine.execution.page_copies import CudaRankPages, RankPages
+from lorikeet_engine.execution.page_copies import CudaRankPages, PageCopies, RankPages
+from lorikeet_engine.parallel.followers import RankCopies
 from lorikeet_engine.request import SamplingParams
-from lorikeet_engine.scheduling.host_pages import HostPages, PageCopy
+from lorikeet_engine.scheduling.host_pages import Fetch, HostPages, PageCopy
 from tests.engine.blobs import Shelf
 from tests.engine.checked_engine import GOOD, OTHER, CheckedEngine
 from tests.engine.engine_driver import Answers, build, greedy, nothing_is_held, prompt
@@ -163,6 +166,19 @@ def test_requests_with_one_prefix_share_its_fetch(tmp_path, always_fetch):
         engine.submit(LONG, sampling=SHORT)
     engine.drain()
     assert usage(engine.engine).fetched == len(LONG) // PAGE - 1
+
+
+def test_tokens_that_come_by_two_fetches_count_as_from_the_host(tmp_path, always_fetch):
+    engine = checked(tmp_path)
+    answer(engine)
+    push_out(engine)
+    engine.submit(LONG[: 4 * PAGE + 1], sampling=SHORT)
+    engine.step()
+    engine.submit(LONG, sampling=SHORT)  # waits for these pages, then fetches the others
+    engine.step()
+    engine.drain()
+    assert usage(engine.engine).fetched == len(LONG) // PAGE - 1
+    assert usage(engine.engine).tokens == 4 * PAGE + len(LONG) - PAGE
 
 
 def test_pages_of_a_damaged_adapter_that_are_under_way_are_not_shared(tmp_path, always_fetch):
@@ -331,7 +347,7 @@ class FakeStream:
     """Stream or event of CUDA that a CPU, which does all at once, need not wait for."""
 
     def __init__(self, *_, **__):
-        self.waits = 0
+        self.ends = 0
 
     def record_event(self):
         return FakeStream()
@@ -339,19 +355,23 @@ class FakeStream:
     def query(self):
         return True
 
-    def wait_event(self, _event):
-        self.waits += 1
-
     def nothing(self, *_):
         pass
 
-    wait_stream = record = synchronize = nothing
+    wait_event = wait_stream = record = nothing
+
+    def synchronize(self):
+        self.ends += 1
 
 
-def test_copies_in_parts_and_runs_of_slots_move_the_same_pages(monkeypatch):
+@pytest.fixture
+def fake_streams(monkeypatch):
     stand_ins = {"Stream": FakeStream, "Event": FakeStream, "stream": lambda _: nullcontext()}
     for name, stand_in in {**stand_ins, "current_stream": lambda _: FakeStream()}.items():
         monkeypatch.setattr(torch.cuda, name, stand_in)
+
+
+def test_copies_in_parts_and_runs_of_slots_move_the_same_pages(fake_streams, monkeypatch):
     monkeypatch.setattr(page_copies, "_AT_ONCE_BYTES", 1)
     kv = torch.randn(3, 2, 40, 4, 2, 8)
     pages = CudaRankPages(kv, torch.zeros(40, 3 * 2 * 32 + 1, dtype=torch.int64), 30, 4)
@@ -367,3 +387,38 @@ def test_copies_in_parts_and_runs_of_slots_move_the_same_pages(monkeypatch):
     assert torch.equal(kv[:, :, [copy.page for copy in back]], before[:, :, : len(order)])
     pages._host[order[5], 9] += 1
     assert pages.fetch(back)() == 1
+
+
+def test_a_fetch_that_fails_on_a_gpu_ends_its_copies_before_its_pages_are_free(
+    fake_streams, monkeypatch
+):
+    kv = torch.zeros(3, 2, 40, 4, 2, 8)
+    pages = CudaRankPages(kv, torch.zeros(40, 3 * 2 * 32 + 1, dtype=torch.int64), 30, 4)
+    places, ended = pages._pages_of, pages._fetching.ends
+
+    def fail(copies):
+        if len(copies) < 4:
+            raise torch.OutOfMemoryError("a test")
+        return places(copies)
+
+    monkeypatch.setattr(pages, "_pages_of", fail)
+    with pytest.raises(torch.OutOfMemoryError):
+        pages.fetch([PageCopy(at, at) for at in range(6)])()
+    assert pages._fetching.ends == ended + 1
+
+
+def test_a_fetch_that_fails_in_the_leader_goes_on_until_the_other_ranks_have_ended_theirs():
+    def fail():
+        raise torch.OutOfMemoryError("a test")
+
+    own = SimpleNamespace(device=torch.device("cpu"), fetch=lambda _: fail)
+    others, over = RankCopies(1), threading.Event()
+    ranks = SimpleNamespace(expect_copy=lambda _: others, send=lambda _: None)
+    copies = PageCopies(own, 4, 8, ranks, over.set)
+    fetch = Fetch({}, (PageCopy(0, 0),), [])
+    copies._begin(fetch)
+    assert not over.wait(0.1)
+    others.add(0)
+    assert over.wait(10)
+    assert copies._under_way[fetch].result() == 1
+    copies.close()

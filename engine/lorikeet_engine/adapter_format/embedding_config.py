@@ -43,7 +43,7 @@ def read_embedder(folder: Path) -> Embedder | None:
     """
     if not (folder / MODULES_FILE).is_file():
         return None
-    modules = _read(folder / MODULES_FILE)
+    modules = _read(folder / MODULES_FILE, MODULES_FILE)
     if not isinstance(modules, list) or not all(isinstance(each, dict) for each in modules):
         raise _fault(MODULES_FILE, "want a list of modules, as sentence-transformers writes it")
     kinds = [str(each.get("type")).rpartition(".")[2] for each in modules]
@@ -118,19 +118,19 @@ def _are_sizes(value: Any) -> bool:
 def _object(path: Path, name: str) -> Mapping[str, Any]:
     if not path.is_file():
         raise _fault(name, f"missing, though {MODULES_FILE} has a module for it")
-    read = _read(path)
+    read = _read(path, name)
     if not isinstance(read, dict):
         raise _fault(name, "want a JSON object")
     return read
 
 
-def _read(path: Path) -> Any:
+def _read(path: Path, name: str) -> Any:
     if path.stat().st_size > _MAX_FILE_BYTES:
-        raise _fault(path.name, f"over {_MAX_FILE_BYTES} bytes")
+        raise _fault(name, f"over {_MAX_FILE_BYTES} bytes")
     try:
         return json.loads(path.read_bytes())
-    except ValueError as error:
-        raise _fault(path.name, f"no JSON: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise _fault(name, f"no JSON: {error}") from error
 
 
 def _fault(field: str, message: str) -> AdapterRejected:

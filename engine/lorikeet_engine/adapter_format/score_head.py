@@ -222,7 +222,7 @@ def _json_in(path: Path) -> Mapping[str, Any]:
         raise AdapterRejected(f"{path.name} is over {_MAX_FILE_BYTES} bytes", field=path.name)
     try:
         parsed = json.loads(path.read_bytes())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise AdapterRejected(f"{path.name} is not JSON: {error}", field=path.name) from error
     return parsed if isinstance(parsed, dict) else {}
 

@@ -302,8 +302,10 @@ class CudaGraphs:
         with torch.cuda.stream(self._stream):
             # thread_local: loading threads may use the device meanwhile
             graph.capture_begin(self._pool, capture_error_mode="thread_local")
-            hidden = self._run(batch, attention)
-            graph.capture_end()
+            try:
+                hidden = self._run(batch, attention)
+            finally:  # else no later capture on this stream could begin
+                graph.capture_end()
         return _WholeGraph(graph, hidden, attention)
 
     def _record_piecewise(

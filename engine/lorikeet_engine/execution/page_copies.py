@@ -20,6 +20,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -47,8 +48,8 @@ _ABANDON_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class AllocateHostPages:
-    """Command to allocate a rank's host memory for KV pages, with as many slots as each rank
-    has room for.
+    """Command to allocate a rank's host memory for KV pages, with the largest number of slots for
+    which every rank has room.
     """
 
 
@@ -181,25 +182,35 @@ class CudaRankPages(RankPages):
         if len(copies) * self._host.shape[1] * _WORD.itemsize <= _AT_ONCE_BYTES:
             most = len(copies)
         under_way = deque[torch.cuda.Event]()
-        with torch.cuda.stream(self._fetching):
-            self._fetching.wait_event(stores)
-            damaged = torch.zeros((), dtype=_WORD, device=self.device)
-            for begin in range(0, len(copies), len(self._part)):
-                if len(under_way) >= most:
-                    under_way.popleft().synchronize()
-                some = copies[begin : begin + len(self._part)]
-                rows = self._part[: len(some)]
-                for row, slot, count in _runs(some):
-                    source = self._host[slot : slot + count]
-                    rows[row : row + count].copy_(source, non_blocking=True)
-                damaged += (rows[:, :-1].sum(1) != rows[:, -1]).sum()
-                self._fetching.wait_event(steps)
-                words = rows[:, :-1].view(len(rows), len(self._kv), -1).transpose(0, 1)
-                self._kv.index_copy_(1, self._pages_of(some), words)
-                under_way.append(torch.cuda.Event(blocking=True))  # type: ignore[no-untyped-call]
-                under_way[-1].record(self._fetching)
-            result = Download(damaged)
-        return int(result.wait())
+        try:
+            with torch.cuda.stream(self._fetching):
+                self._fetching.wait_event(stores)
+                damaged = torch.zeros((), dtype=_WORD, device=self.device)
+                for begin in range(0, len(copies), len(self._part)):
+                    if len(under_way) >= most:
+                        under_way.popleft().synchronize()
+                    some = copies[begin : begin + len(self._part)]
+                    damaged += self._fetch_part(some, steps)
+                    over = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+                    over.record(self._fetching)
+                    under_way.append(over)
+                result = Download(damaged)
+            return int(result.wait())
+        finally:  # after an error, too: the pages then go to other sequences
+            self._fetching.synchronize()
+
+    def _fetch_part(self, copies: Sequence[PageCopy], steps: torch.cuda.Event) -> torch.Tensor:
+        """Launch copies of as many pages as the buffer holds; return the number of damaged ones, on
+        the device.
+        """
+        rows = self._part[: len(copies)]
+        for row, slot, count in _runs(copies):
+            source = self._host[slot : slot + count]
+            rows[row : row + count].copy_(source, non_blocking=True)
+        self._fetching.wait_event(steps)
+        words = rows[:, :-1].view(len(rows), len(self._kv), -1).transpose(0, 1)
+        self._kv.index_copy_(1, self._pages_of(copies), words)
+        return (rows[:, :-1].sum(1) != rows[:, -1]).sum()
 
     def _pages_of(self, copies: Sequence[PageCopy]) -> torch.Tensor:
         pages = np.array([copy.page for copy in copies], np.int64)
@@ -269,8 +280,7 @@ class PageCopies:
         self._worker.close()
 
     def _begin(self, fetch: Fetch) -> None:
-        future = self._under_way[fetch] = Future[int]()
-        run = self._own.fetch(fetch.copies)
+        future, run = Future[int](), self._own.fetch(fetch.copies)
         if self._followers is not None:
             self._fetches += 1
             others = self._followers.expect_copy(-self._fetches)
@@ -278,7 +288,11 @@ class PageCopies:
             own = run
 
             def run() -> int:
-                return own() + sum(others.wait())
+                try:
+                    damaged = own()
+                finally:  # after an error, too: the other ranks still write to the pages
+                    of_others = others.wait()
+                return damaged + sum(of_others)
 
         def copy() -> None:
             try:
@@ -288,6 +302,7 @@ class PageCopies:
                 future.set_result(len(fetch.copies))
             self._wake()
 
+        self._under_way[fetch] = future
         if self._waits:
             self._worker.submit(copy, urgent=True)
         else:
@@ -308,9 +323,9 @@ def allocate_rank_pages(
     words = kv[:, :, :1].nbytes // _WORD.itemsize + 1
     slots = settings.kv_host_bytes // settings.tensor_parallel // (words * _WORD.itemsize)
     pages: RankPages | None = None
-    error = "no room for a page"
+    error = "no room for a page" if not slots else "another rank has no host memory for pages"
     try:
-        host = host_memory(slots * words, _WORD, kv.is_cuda, None)
+        host = host_memory(slots * words, _WORD, kv.is_cuda, None, "kv_host_bytes")
         if slots and kv.is_cuda:
             sizes = _buffers(kv[:, :, :1].nbytes, settings, groups)
             pages = CudaRankPages(kv, host, *sizes)
@@ -318,12 +333,23 @@ def allocate_rank_pages(
             pages = RankPages(kv, host)
     except (SettingsError, RuntimeError, MemoryError) as failure:
         error = str(failure)
+        if kv.is_cuda:
+            _clear_error(kv.device)
     slots = least(0 if pages is None else slots)
     if pages is None or not slots:
         facts = {"kv_host_bytes": settings.kv_host_bytes, "error": error}
         log.warning("kv_pages_not_on_host", extra=facts)
         return None
     return pages, slots
+
+
+def _clear_error(device: torch.device) -> None:
+    """Have a kernel report the error that a call without torch has left on this thread.
+
+    CUDA keeps the error until then, and it would fail the first step.
+    """
+    with suppress(RuntimeError):
+        torch.ones((), device=device)
 
 
 def buffer_bytes(page_bytes: int, settings: EngineSettings, groups: int) -> int:

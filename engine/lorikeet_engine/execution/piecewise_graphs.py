@@ -67,8 +67,10 @@ class PiecewiseGraphs:
         splitter = _GraphSplitter(buffers, pool)
         with torch.cuda.stream(stream):
             splitter.begin()
-            self._hidden = run(splitter)
-            self._last = splitter.end()
+            try:
+                self._hidden = run(splitter)
+            finally:  # else no later capture on this stream could begin
+                self._last = splitter.end()
         self._pieces = splitter.pieces
 
     def forward(self, batch: Batch) -> torch.Tensor:

@@ -223,14 +223,19 @@ class HostArena:
 
 
 def host_memory(
-    elements: int, dtype: torch.dtype, pin: bool, shared: SharedMemory | None
+    elements: int,
+    dtype: torch.dtype,
+    pin: bool,
+    shared: SharedMemory | None,
+    setting: str = "adapter_host_bytes",
 ) -> torch.Tensor:
-    """Return host memory for adapters' packed images, as a tensor.
+    """Return host memory for adapters' packed images or KV pages, as a tensor.
 
     Does not use torch's pin_memory, which rounds the size up to a power of two.
 
     pin: whether to page-lock the memory in this process.
     shared: shared memory to use; None: private memory is allocated.
+    setting: name of the EngineSettings field that gives the size, for the error.
 
     Raises SettingsError if the host cannot page-lock so much.
     """
@@ -243,8 +248,8 @@ def host_memory(
         status = int(cudart.cudaHostRegister(arena.data_ptr(), arena.nbytes, 0))
         if status:
             raise SettingsError(
-                f"adapter_host_bytes={arena.nbytes}: the host cannot pin so much memory "
-                f"(CUDA error {status}); lower it"
+                f"{setting}: the host cannot pin {arena.nbytes} bytes (CUDA error {status}); "
+                "lower it"
             )
         weakref.finalize(arena, cudart.cudaHostUnregister, arena.data_ptr())
     return arena

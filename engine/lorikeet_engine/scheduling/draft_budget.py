@@ -184,15 +184,15 @@ class DraftBudget:
         drafted: number of drafted tokens.
         context: number of tokens that the decodes attend to.
         """
-        tokens, costs, pieces = decodes + drafted, self._costs, self._pieces
-        in_pieces = pieces is not None and drafted > 0
-        sizes = pieces.sizes if pieces is not None and drafted > 0 else self._sizes
+        tokens, costs = decodes + drafted, self._costs
+        pieces = self._pieces if drafted else None
+        sizes = self._sizes if pieces is None else pieces.sizes
         padded = next((size for size in sizes if size >= tokens), tokens)
         seen = drafted * context / decodes
-        if in_pieces:
-            more_s = 2 * costs.pieces_s  # the next step mostly computes tokens again
-            return costs.step_s(padded, 0, context) + costs.prompt_seen_s * seen + more_s
-        return costs.step_s(padded, 0, context, seen=round(seen))
+        if pieces is None:
+            return costs.step_s(padded, 0, context, seen=round(seen))
+        more_s = 2 * costs.pieces_s  # the next step mostly computes tokens again
+        return costs.step_s(padded, 0, context) + costs.prompt_seen_s * seen + more_s
 
     def _draft_of(self, sequence: Sequence) -> _Draft | None:
         """Return the draft of a decoding sequence; None if it cannot have any.

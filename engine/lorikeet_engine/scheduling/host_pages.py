@@ -130,7 +130,7 @@ class HostPages:
         return len(self._pages)
 
     def store(self, cached: CachedPage, page: int) -> None:
-        """Plan to copy a page that leaves the GPU to the host, unless the host has it.
+        """Plan to copy to the host a page that leaves the GPU, unless the host has it already.
 
         Do nothing if no slot is free and no page on the host may be replaced now, or if no more
         pages can be copied before the next step.
@@ -218,7 +218,11 @@ class HostPages:
         self.forget([slot for slot, page in self._pages.items() if digest in (page.adapter or "")])
 
     def _evict(self) -> bool:
-        """Make a slot free; return False if no page is to be replaced now."""
+        """Make a slot free, by dropping the page that was used least recently.
+
+        Passes over pages that a fetch reads, and once over pages of tenants below their share.
+        Returns False if the first _MOST_SPARED pages are such pages.
+        """
         for slot in list(islice(self._pages, _MOST_SPARED)):
             share = self.slots / len(self._of_tenants)
             below = self._of_tenants[self._pages[slot].tenant] < share

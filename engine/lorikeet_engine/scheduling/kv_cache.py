@@ -177,8 +177,7 @@ class SequencePages:
     fetch: last fetch of pages from host memory that the sequence waited for; None if there was none
         since it last had pages.
     has_fetched: whether the sequence has begun a fetch since it last had pages.
-    cached_before: number of tokens that were cached on the GPU when the sequence began to wait for
-        `fetch`.
+    cached_before: number of tokens that were cached on the GPU before the first of these fetches.
     """
 
     __slots__ = (
@@ -418,7 +417,8 @@ class KVCache(PagePool):
             return False
         if kv.fetch is not None and not kv.fetch.over:
             return True
-        keys, (hit, end) = kv.shareable_keys(), self._hit_with_host(kv.shareable_keys())
+        keys = kv.shareable_keys()
+        hit, end = self._hit_with_host(keys)
         if end <= hit:
             return False
         begins = [0] * self._whole
@@ -440,7 +440,9 @@ class KVCache(PagePool):
                 fetch = self._begin_fetch(lacking, kept, spare)
                 kv.has_fetched = fetch is not None
         if fetch is not None:
-            kv.fetch, kv.cached_before = fetch, hit * self.page_size
+            if kv.fetch is None:
+                kv.cached_before = hit * self.page_size
+            kv.fetch = fetch
         return fetch is not None
 
     def end_fetch(self, fetch: Fetch, damaged: bool) -> None:
@@ -564,13 +566,12 @@ class KVCache(PagePool):
         drafted: whether the step has drafted tokens; back_up_state must have reserved a slot then.
         """
         assert self.states is not None
+        assert kv.state is not None, "a step of a sequence without a state"
         if kv.rolled_back:
-            assert kv.state is not None, "a step of a sequence without a state"
             kv.rolled_back, restore = False, kv.backup
             if not drafted:
                 self.drop_backup(kv)  # the step reads it before it writes another state there
             return StateUse(kv.state, restore, ())
-        assert kv.state is not None, "a step of a sequence without a state"
         saves, copy = list[StateSave](), None
         in_answer = start >= kv.announced * self.page_size
         if in_answer and start - kv.saved >= self.state_piece and not start % self.page_size:

@@ -33,7 +33,6 @@ _SHORTEST = 4
 # Weight of the last answer in the acceptance.
 _NEWEST = 1 / 4
 
-
 Key = tuple[str, str, str | None]
 """Tenant, salt and adapter digest (None for the base model) of requests."""
 
@@ -107,15 +106,15 @@ class RecentAnswers:
         self._drop(answers.used_s)
         return answers
 
-    def add(self, key: Key, lead: Sequence[int], answer: Sequence[int]) -> AdapterAnswers:
+    def add(self, key: Key, prompt: Sequence[int], answer: Sequence[int]) -> AdapterAnswers:
         """Append an answer to the answers of a tenant's adapter; return them.
 
         key: tenant, salt and adapter digest.
-        lead: the answer's prompt, of which only the last LEAD (3) tokens are kept.
+        prompt: the answer's prompt, of which only the last LEAD (3) tokens are kept.
         """
         answers = self.of(key)
         self.nbytes -= answers.nbytes
-        answers.add(lead[-LEAD:], answer)
+        answers.add(prompt[-LEAD:], answer)
         self.nbytes += answers.nbytes
         self._drop(answers.used_s)
         return answers

@@ -1,8 +1,10 @@
 """Small steps give the same logits with and without graphs, at all sizes and with all adapters."""
 
 from array import array
+from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -516,3 +518,28 @@ def test_a_step_beyond_all_graphs_is_launched_kernel_by_kernel(engine, monkeypat
     answers.submit(greedy("r", list(range(20)), max_tokens=2))
     answers.all()
     assert twice.compared == [(1, 1, 0)]
+
+
+@pytest.mark.parametrize("record", [CudaGraphs._record, CudaGraphs._record_piecewise])
+def test_a_capture_that_fails_is_ended(record, monkeypatch):
+    calls = Counter()
+
+    class Graph:
+        def capture_begin(self, *_, **__):
+            calls["begun"] += 1
+
+        def capture_end(self):
+            calls["ended"] += 1
+
+    def run(*_):
+        if calls["begun"]:
+            raise torch.OutOfMemoryError("a test")
+
+    stand_ins = {"CUDAGraph": Graph, "stream": lambda _: nullcontext(), "synchronize": lambda: None}
+    for name, stand_in in stand_ins.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    graphs = SimpleNamespace(_run=run, _pool=None, _stream=None)
+    attention = SimpleNamespace(plan=lambda _: None)
+    with pytest.raises(torch.OutOfMemoryError):
+        record(graphs, None, attention, *[None] * (record is CudaGraphs._record_piecewise))
+    assert calls == {"begun": 1, "ended": 1}
