@@ -300,8 +300,8 @@ def _has_lost_biases(raw: Mapping[str, Any], warn: Callable[[str], object]) -> b
 
 
 def _is_served(key: str, value: Any) -> bool:
-    """Whether an option only names modules to save that can be served: a classification head, and
-    modules of a vision part, whose tensors blobs leave out.
+    """Whether an option is modules_to_save and names only modules that can be served: a
+    classification head, and modules of a vision part, whose tensors blobs leave out.
     """
     names = value if isinstance(value, list) else [None]
     return key == "modules_to_save" and all(

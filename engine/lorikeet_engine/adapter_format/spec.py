@@ -80,7 +80,8 @@ class LinearLora:
     Matrices of experts have one dimension more, the first: the number of experts, or 1 if all
     experts share the matrix.
 
-    layer, linear: row and column of the linear in tables; see BaseShape.
+    layer: index of the decoder layer; BaseShape.outer_layer for modules outside the layers.
+    linear: index of the linear in BaseShape.modules.
     name: the linear's name, for error messages.
     rank: LoRA rank.
     scaling: factor of B @ A.
@@ -110,7 +111,7 @@ class LinearLora:
         return f"{self.name}.lora_{side}"
 
     def matrices(self, side: int) -> int:
-        """Return the number of matrices in the blob, and in the image: one for each expert, or 1.
+        """Return the number of A or of B in the blob: one for each expert, or 1 if they share it.
 
         side: 0 for A, 1 for B.
         """
@@ -128,9 +129,9 @@ class AdapterSpec:
     token_rows: rows of trained tokens. If the base model's head is tied, rows of the embeddings
         apply to the head as well.
     vectors: DoRA's magnitudes and biases, sorted like `linears`. A linear can have biases alone.
-    invocation_tokens: see AdapterRef.
+    invocation_tokens: of an activated LoRA, the tokens from which on it changes a prompt; else ().
     head: classification or reward head; None: the adapter generates.
-    embedder: see AdapterRef.
+    embedder: the adapter's own way of embedding texts; None: the base model's.
     """
 
     base_model: str
@@ -184,11 +185,11 @@ class AdapterSpec:
         )
 
     def packed_elements(self, dims: Callable[[int], tuple[int, int]]) -> int:
-        """Return the number of elements of the adapter's packed image.
+        """Return the number of elements of the adapter's image: its weights, packed as on the GPU.
 
-        Matrices have their true ranks, begin at aligned offsets, and are counted for each expert,
-        or once if experts share them. A linear with vectors has two in the image, a gain and a
-        bias.
+        Matrices are not padded to a common rank, begin at aligned offsets, and are counted for each
+        expert, or once if experts share them. A linear with vectors has two in the image, a gain
+        and a bias.
 
         dims: returns (d_in, d_out) of the module with this index: of the whole module, as
             BaseShape.dims does, or of its part on one GPU.

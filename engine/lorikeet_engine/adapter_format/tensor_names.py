@@ -153,9 +153,10 @@ def is_training_state(name: str) -> bool:
 
 
 def split_vector_name(name: str) -> tuple[str, str] | None:
-    """Parse the name of a linear's vector: return (module, MAGNITUDE, LORA_BIAS or BIAS).
+    """Parse the name of a linear's vector: return (module, kind).
 
-    The module is named as in the trainer's config. None for tensors of other kinds.
+    The kind is MAGNITUDE (DoRA's), LORA_BIAS (bias of B) or BIAS (replaces the base model's). The
+    module is named as in the trainer's config. None for other tensors.
 
     name: the tensor's name, in a trainer's file or in a blob.
     """
@@ -239,7 +240,7 @@ def parts_of(linear: str) -> tuple[str, ...]:
 def is_outer(saved: str, outer: Linear) -> bool:
     """Whether a module in a trainer's file is the given module outside the decoder layers.
 
-    outer: one of OUTER. The linear among them may be named as a parameter, with .weight.
+    outer: one of OUTER. LAYER_INPUTS among them may be named as a parameter, with .weight.
     """
     match = _SAVED_OUTER.fullmatch(
         saved.removesuffix(".weight") if outer is LAYER_INPUTS else saved

@@ -28,7 +28,7 @@ TokensByModule = Mapping[str, tuple[int, ...]]
 class TokenRows:
     """Trained rows of the embeddings or the output head, one for each changed token.
 
-    linear: index of HEAD_ROWS or EMBEDDING_ROWS in the modules of the base model's shape.
+    linear: index in BaseShape.modules of HEAD_ROWS or EMBEDDING_ROWS, whose rows these are.
     name: the module's name, for error messages.
     ids: the token id of each row.
     rows: place of the tensor [tokens, hidden] in the blob.

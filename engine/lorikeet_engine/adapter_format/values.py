@@ -135,7 +135,7 @@ def _value(bits: int, kind: str) -> np.float32:
 
 
 def _packed(largest: np.float32, factor: float) -> np.float32:
-    """Return the magnitude that a blob's value gets in an image, before rounding.
+    """Return the magnitude that a blob's value gets in the packed adapter, before rounding.
 
     largest: value of the blob, or its magnitude.
     factor: scaling by which packing multiplies the value.

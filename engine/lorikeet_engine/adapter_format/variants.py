@@ -34,7 +34,7 @@ _WORDS = {1: "uint8", 2: "uint16", 4: "uint32"}
 
 
 class VariantKind(Enum):
-    """Difference between a variant and its blob."""
+    """Difference between a blob's adapter and a variant of it: what a trainer may do otherwise."""
 
     SCALING = "scaling"
     TRANSPOSED = "transposed"
@@ -43,7 +43,7 @@ class VariantKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """Adapter of a blob with one difference.
+    """Adapter of a blob with one difference, tried to find how its trainer computed otherwise.
 
     says: the difference, as an end of the sentence "the trainer computed this adapter …".
     config: the variant's config.

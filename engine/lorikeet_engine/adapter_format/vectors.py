@@ -41,7 +41,8 @@ product."""
 class LinearVectors:
     """Vectors [d_out] that an adapter has for one linear.
 
-    layer, linear: row and column of the linear in tables; see BaseShape.
+    layer: index of the decoder layer; BaseShape.outer_layer for modules outside the layers.
+    linear: index of the linear in BaseShape.modules.
     name: the linear's name, for error messages.
     scaling: factor of B @ A, and of B's bias.
     spans: places of the vectors in the blob, by kind: MAGNITUDE, LORA_BIAS or BIAS.
