@@ -54,8 +54,9 @@ class StepCosts:
     windowed: fraction of the layers that have a sliding window, from 0 to 1.
     prompt_seen_s: seconds for each token that a prompt token attends to, in all layers together.
     pieces_s: additional seconds of a step whose prompts attend to SEEN_IN_PIECES tokens or more (Σ
-        seen_tokens). If they attend to fewer, a proportional part of pieces_s is added, since a
-        single graph reads keys again for each token.
+        seen_tokens), so that it runs as several CUDA graphs. If they attend to fewer, a
+        proportional part of pieces_s is added, since a single graph reads keys again for each
+        token.
     split_s: additional seconds of a step that has decodes and whose prompts attend to SEEN_TO_SPLIT
         tokens or more.
     lora_s: additional seconds of a step with adapters.
