@@ -220,6 +220,9 @@ class _DummyAdapters:
         """Make as many adapters as fit into both the arena and a step.
 
         Their rank is lowered if the arena has no room for one adapter of the usual rank.
+
+        weights: memory of the adapters' weights, the arena, on the device.
+        shape: part of the base model that this process computes.
         """
         arena = weights.arena.numel()
         rank = min(_RANK, settings.max_rank, arena // _image(shape, 1)[1])

@@ -57,7 +57,8 @@ class Follower:
 
         start: the leader's first command.
         shard: this rank's index and the number of ranks.
-        host: memory shared by all ranks, in which the host tier's adapter images are.
+        host: memory shared by all ranks, in which the host tier's adapter images, their packed
+            weights, are.
         report: called on another thread when a copy of an adapter image has finished.
         """
         settings = self._settings = start.settings

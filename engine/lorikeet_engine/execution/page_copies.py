@@ -63,7 +63,7 @@ class StorePages:
 class FetchPages:
     """Command to copy pages to the device, and to report the number of damaged ones.
 
-    number: number of the copy, negative: other numbers are those of adapters' images.
+    number: number of the copy; negative, since the others are those of copies of adapters.
     """
 
     number: int
@@ -207,7 +207,9 @@ class CudaRankPages(RankPages):
 
 
 class PageCopies:
-    """Copies of KV pages that the engine's thread has all ranks make, as HostPages decides.
+    """Copies of KV pages between GPU and host memory, in all ranks. For the engine's thread.
+
+    The KV cache's HostPages decides which pages are copied.
 
     slots: number of pages for which the host has room.
     page_bytes: bytes of a page on one GPU.
@@ -221,8 +223,10 @@ class PageCopies:
         followers: Followers | None,
         wake: Callable[[], None],
     ) -> None:
-        """Copy pages of this rank and of the followers.
+        """Begin without copies.
 
+        own: host memory for this rank's pages.
+        followers: processes of the other ranks; None without tensor parallelism.
         wake: called, perhaps on another thread, when a fetch is over.
         """
         self.slots, self.page_bytes = slots, page_bytes
@@ -233,7 +237,7 @@ class PageCopies:
         self._fetches = 0
 
     def before_plan(self, cache: KVCache) -> None:
-        """End fetches that are over, and tell the cache how many pages may be stored."""
+        """End fetches that are over; tell the cache how many pages may be stored in this step."""
         assert cache.host is not None, "copies without host memory"
         for fetch in [each for each, future in self._under_way.items() if future.done()]:
             damaged = self._under_way.pop(fetch).result()
@@ -243,7 +247,7 @@ class PageCopies:
         cache.host.room = self._own.room
 
     def after_plan(self, cache: KVCache) -> None:
-        """Begin the copies that a plan needs, before its step is launched."""
+        """Begin the copies that the cache chose during a plan, before the step is launched."""
         host = cache.host
         assert host is not None, "copies without host memory"
         if host.to_store:
@@ -260,7 +264,7 @@ class PageCopies:
         host.to_fetch.clear()
 
     def abandon(self) -> None:
-        """Wait for the fetches in flight, whose pages nobody will use."""
+        """Wait at most 10 s for the fetches in flight, whose pages nobody will use."""
         wait(self._under_way.values(), _ABANDON_S)
         self._under_way.clear()
 
@@ -339,7 +343,7 @@ def buffer_bytes(page_bytes: int, settings: EngineSettings, groups: int) -> int:
 
 
 def _buffers(page_bytes: int, settings: EngineSettings, groups: int) -> tuple[int, int]:
-    """Return the number of pages of half a buffer for stores, and of the buffer for fetches."""
+    """Return the number of pages in each half of the buffer for stores, and in that for fetches."""
     step = groups * -(-settings.max_batch_tokens // settings.page_size)
     half = max(1, min(step, _HALF_BYTES // page_bytes))
     return half, max(1, min(half, _PART_BYTES // page_bytes))
