@@ -207,7 +207,10 @@ class TouchedModules:
 
 
 class Residency(IntEnum):
-    """Tier that holds an adapter's weights; a larger value is nearer to the GPU."""
+    """Tier that holds an adapter's weights: remote store, disk, host memory or GPU.
+
+    A larger value is nearer to the GPU.
+    """
 
     REMOTE = 0
     DISK = 1

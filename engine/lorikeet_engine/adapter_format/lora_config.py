@@ -132,7 +132,7 @@ class LoraConfig:
         scale of embeddings whose own module scales them.
     lost_biases: whether biases of the linears, if the base model has any, were trained with the
         adapter but not saved.
-    experts_read_for: kind of base model (experts_kind) as whose the matrices of experts were read,
+    experts_read_for: "gpt-oss" or "another base model", as whose the matrices of experts were read,
         if their shapes do not show which side is the input; else empty.
     alora_invocation_tokens: tokens from which on an activated LoRA changes a prompt; empty for
         other adapters.
@@ -163,7 +163,7 @@ class LoraConfig:
 
         raw: PEFT's config, which refuse_unsupported has accepted.
         modules: modules that have weights, in the trainer's naming. In the result, the keys of
-            rank_pattern and alpha_pattern are their canonical names.
+            rank_pattern and alpha_pattern are their names in blobs.
         warn: called with a sentence if releases of PEFT read the config differently, and the config
             does not show which release trained the adapter.
 

@@ -387,7 +387,7 @@ def _vectors(
 ) -> tuple[LinearVectors, ...]:
     """Locate the vectors of a blob.
 
-    found: vectors by canonical module, then by kind.
+    found: vectors by module, then by kind: MAGNITUDE (DoRA's), LORA_BIAS or BIAS.
     adapted: (layer, linear) of all linears that have A and B.
 
     Raises AdapterRejected for vectors that do not fit the base model or its linears.
@@ -571,7 +571,7 @@ def _check_copy(copy: BaseCopy, shape: BaseShape) -> None:
 
 
 def _place(module: str, shape: BaseShape) -> tuple[int, int]:
-    """Return (layer, index in the shape's modules) of a module, given by its canonical name."""
+    """Return (layer, index in the shape's modules) of a module, given by its name in blobs."""
     for outer in OUTER:
         if module == outer.module:
             if outer not in shape.modules:

@@ -51,7 +51,7 @@ def trained_tokens(raw: Mapping[str, Any], saved: Collection[str]) -> TokensByMo
     the embeddings' tokens.
 
     raw: PEFT's config.
-    saved: canonical modules whose trained rows the trainer has saved.
+    saved: modules whose trained rows the trainer has saved, named as in blobs.
 
     Raises AdapterRejected for malformed lists and if rows or their ids are missing, and
     AdapterTooLarge for more than MAX_TOKENS tokens of a module.
@@ -108,8 +108,8 @@ def read_token_rows(
     """Return the trained rows in a blob, in the order in which its metadata lists the modules.
 
     tokens: ids of trained tokens, from the metadata.
-    saved: the tensors of the blob that hold rows, by canonical module.
-    adapted: canonical modules that have LoRA.
+    saved: the tensors of the blob that hold rows, by module.
+    adapted: modules that have LoRA, named as in blobs.
     shape: sizes of the base model.
 
     Raises AdapterRejected for rows that do not fit the base model, and for a module that both LoRA

@@ -71,7 +71,8 @@ class ValueScan:
 
 
 def check_values(blob: Path, spec: AdapterSpec, dtype: str, scan: ValueScan | None = None) -> None:
-    """Check that all values of a blob are finite, in its file and in the image packed from it.
+    """Check that all values of a blob are finite, in its file and in the image, the weights packed
+    for the GPU.
 
     In the image, B is multiplied by its scaling, and values are rounded.
 

@@ -47,7 +47,7 @@ class Variant:
 
     says: the difference, as an end of the sentence "the trainer computed this adapter …".
     config: the variant's config.
-    left_out: canonical modules whose matrices and vectors the variant lacks.
+    left_out: modules, named as in blobs, whose matrices and vectors the variant lacks.
     """
 
     kind: VariantKind
@@ -74,7 +74,7 @@ class _Parts(NamedTuple):
 
 
 def outline(blob: Path) -> BlobOutline:
-    """Return the adapted linears and the scaling of a blob. Raises AdapterRejected for no blob."""
+    """Return the adapted linears and the scaling of a blob. Raises AdapterRejected if it is none."""
     parts = _parts(blob)
     modules = _lora_modules(parts)
     scalings = {parts.config.scaling(module) for module in modules}
@@ -144,7 +144,7 @@ def _parts(blob: Path) -> _Parts:
 
 
 def _lora_modules(parts: _Parts) -> set[str]:
-    """Return the canonical modules that have LoRA matrices."""
+    """Return the modules that have LoRA matrices, named as in blobs."""
     return {
         module
         for name, module in parts.modules.items()

@@ -106,8 +106,8 @@ def name_parameters(
     Such pairs are transposed: A is then [rank · experts, d_in], ordered by ranks, and B [d_out,
     experts · rank], by experts.
 
-    Also returns the kind of base model (experts_kind) as whose the pairs were read, if their shapes
-    do not show their orientation; else an empty text.
+    Also returns "gpt-oss" or "another base model", as whose the pairs were read, if their shapes do
+    not show their orientation; else an empty text.
 
     pairs: A and B by module, in the trainer's naming.
     raw: PEFT's config.
@@ -279,7 +279,7 @@ def stack_experts(
 ) -> tuple[dict[str, Mapping[str, Stored]], LoraConfig]:
     """Convert all pairs on experts to a blob's form; return the tensors by module, and the config.
 
-    pairs: A and B by canonical module; pairs of modules that are not experts are returned
+    pairs: A and B by module, named as in blobs; pairs of modules that are not experts are returned
         unchanged.
     config: config for the modules of `pairs`. The returned config is for the returned modules.
 

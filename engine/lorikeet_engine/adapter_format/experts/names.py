@@ -32,12 +32,12 @@ def experts_kind(*, clamped: bool) -> str:
 
 
 def is_of_experts(module: str) -> bool:
-    """Whether a module belongs to experts. Its name may be the trainer's or the canonical one."""
+    """Whether a module belongs to experts. Its name may be the trainer's or that in blobs."""
     return (_EXPERTS.fullmatch(module) or LISTED.fullmatch(module)) is not None
 
 
 def is_listed(module: str) -> bool:
-    """Whether a module, given by its canonical name, is of one of Unsloth's lists of experts'
+    """Whether a module, given by its name in blobs, is of one of Unsloth's lists of experts'
     linears, gate_up_projs and down_projs.
     """
     match = NUMBERED.fullmatch(module)
