@@ -23,7 +23,7 @@ The decodes of such a step have attention kernels of their own.
 
 
 class RowsTime(NamedTuple):
-    """Time of a step by its number of tokens, without attention and adapters."""
+    """Seconds of a step with this number of tokens, without attention and adapters."""
 
     tokens: int
     seconds: float

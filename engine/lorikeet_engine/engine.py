@@ -325,7 +325,7 @@ class Engine:
         Damage is found some time after it happened (residency/image_checks.py). Clients have read
         tokens that may be wrong, so their requests fail; requests that have no token yet wait until
         the adapter is loaded again. Keys and values computed with the adapter leave the prefix
-        cache. When this method returns, no sequence leases the damaged copy.
+        cache. When this method returns, no sequence uses the damaged copy.
         """
         failed = dict[str, EngineError]()
         for digest, error in damaged.items():

@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 
 
 class Follower:
-    """Model, adapter memory and KV pages of one rank, and the execution of the leader's commands.
+    """Model, adapter memory and KV pages of one rank; carries out commands of the leader, rank 0.
 
     The leader's assembly (assembly.py) allocates the same parts in the same order.
     """

@@ -151,7 +151,7 @@ def allowed_tokens(
     grammars: None on an engine without grammars.
     chunks: the step's chunks in the order of the batch.
     logits: [rows, vocab], the step's logits; only their width and device are used.
-    budget: bounds the forced tokens of the next step.
+    budget: bounds the next step's forced tokens, the only ones that a grammar allows.
     """
     first, row = list[_Matched](), 0
     for chunk in chunks:

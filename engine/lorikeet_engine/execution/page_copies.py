@@ -61,7 +61,7 @@ class StorePages:
 
 @dataclass(frozen=True, slots=True)
 class FetchPages:
-    """Command to copy pages to the device, and to report the number of damaged ones.
+    """Command to copy pages to the device, and to report how many have a wrong checksum.
 
     number: number of the copy; negative, since the others are those of copies of adapters.
     """
@@ -73,7 +73,7 @@ class FetchPages:
 class RankPages:
     """Host memory for KV pages of one rank, and copies to and from it.
 
-    kv: KV pages, as allocated by allocate_kv (kv_tensors.py).
+    kv: tensor of the KV pages on the device.
     host: memory of host_memory (residency/host_arena.py), int64: a row of words for each page, and
         its checksum at the end.
     """
@@ -99,8 +99,8 @@ class RankPages:
     def fetch(self, copies: Sequence[PageCopy]) -> Callable[[], int]:
         """Prepare a copy of pages to the device, behind all steps launched so far.
 
-        Returns a function that copies, waits for the end and returns the number of damaged pages.
-        On CUDA it is to be called on another thread.
+        Returns a function that copies, waits for the end and returns the number of pages with a
+        wrong checksum. On CUDA it is to be called on another thread.
         """
         return partial(self._fetch, copies)
 
@@ -165,14 +165,18 @@ class CudaRankPages(RankPages):
         self._stored[1] = self._storing.record_event()
 
     def fetch(self, copies: Sequence[PageCopy]) -> Callable[[], int]:
-        """Prepare a copy of pages to the device, behind all steps and stores launched so far."""
+        """Prepare a copy of pages to the device, behind all steps and stores launched so far.
+
+        Returns a function that copies, waits for the end and returns the number of pages with a
+        wrong checksum.
+        """
         launched = torch.cuda.current_stream(self.device).record_event()
         return partial(self._fetch_behind, copies, launched, self._storing.record_event())
 
     def _fetch_behind(
         self, copies: Sequence[PageCopy], steps: torch.cuda.Event, stores: torch.cuda.Event
     ) -> int:
-        """Copy pages from the host in parts, and wait for the end.
+        """Copy pages from the host in parts; wait; return the number with a wrong checksum.
 
         steps: event behind which the pages on the device may be written to.
         stores: event behind which the host has the pages.
@@ -305,7 +309,7 @@ def allocate_rank_pages(
 
     Returns None, and logs the reason, if a rank's host memory cannot be allocated or holds no page.
 
-    kv: KV pages, as allocated by allocate_kv.
+    kv: tensor of the KV pages on the device.
     groups: number of groups of layers.
     least: returns the smallest of the numbers that the ranks pass to it.
     """

@@ -67,7 +67,7 @@ class ModelRunner:
         attention: computes attention for batches that the graphs do not fit.
         weights: memory of the adapters' weights; None for an engine that serves only the base
             model.
-        kv: KV pages, a tensor as allocated by allocate_kv (kv_tensors.py).
+        kv: tensor of the KV pages on the device (allocate_kv in kv_tensors.py).
         graphs: captured with this model, weights and kv; used for batches that fit them.
         states: states of delta nets; None for a model without delta nets.
         """

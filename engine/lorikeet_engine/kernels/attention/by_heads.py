@@ -14,7 +14,7 @@ from lorikeet_engine.kernels.fp8_kv import KvScales
 
 
 class AttentionByHeads:
-    """AttentionBackend that has a back end for each range of groups of layers."""
+    """AttentionBackend for models whose layers differ in their heads: a back end for each kind."""
 
     def __init__(self, backends: Sequence[tuple[range, AttentionBackend]]) -> None:
         """Take the back ends, in the order of the groups.
@@ -48,7 +48,7 @@ class AttentionByHeads:
 
 
 class CapturableByHeads(AttentionByHeads):
-    """AttentionByHeads whose back ends can all be captured."""
+    """AttentionByHeads whose back ends can all be captured in CUDA graphs."""
 
     def __init__(self, backends: Sequence[tuple[range, CapturableAttention]]) -> None:
         """Take the back ends, in the order of the groups.
