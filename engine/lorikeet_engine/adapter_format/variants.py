@@ -74,7 +74,7 @@ class _Parts(NamedTuple):
 
 
 def outline(blob: Path) -> BlobOutline:
-    """Return the adapted linears and the scaling of a blob. Raises AdapterRejected if it is none."""
+    """Return a blob's adapted linears and scaling. Raises AdapterRejected if it is no blob."""
     parts = _parts(blob)
     modules = _lora_modules(parts)
     scalings = {parts.config.scaling(module) for module in modules}
