@@ -58,7 +58,8 @@ class Embedder:
     """Way in which texts are embedded, from the files that sentence-transformers writes.
 
     normalizes: vectors are scaled to length 1.
-    dimensions: numbers of first values to which vectors may be cut (Matryoshka); None: any number.
+    dimensions: numbers of first values to which vectors may be cut (Matryoshka); (): they must not
+        be cut. None: any number.
     """
 
     pooling: Pooling = Pooling.LAST

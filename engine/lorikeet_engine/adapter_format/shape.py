@@ -85,7 +85,7 @@ class LatentShape:
 
     @property
     def cached(self) -> int:
-        """Elements that are cached of a token."""
+        """Elements that a layer caches of a token: its latent, and the key that heads share."""
         return self.kv_rank + self.rotary
 
 
@@ -215,7 +215,7 @@ class BaseShape:
 
     @cached_property
     def modules(self) -> tuple[Linear, ...]:
-        """Linears of a layer, then modules outside the layers; a module's place is its index."""
+        """Linears of a layer, then modules outside the layers: the columns of adapters' tables."""
         outer = FAMILIES[self.family].outer
         return (*self.linears, *outer, HEAD, EMBEDDINGS, HEAD_ROWS, EMBEDDING_ROWS, SCORE)
 
@@ -569,7 +569,7 @@ def _recurrent(config: Mapping[str, Any], keys: RecurrentKeys) -> RecurrentShape
 
 
 def _biased(config: Mapping[str, Any], family: Family) -> tuple[str, ...]:
-    """Return the groups of linears that have biases in a base model.
+    """Return the names of a layer's fused products whose linears have biases in a base model.
 
     config: config.json, with the family's defaults.
     """

@@ -188,8 +188,8 @@ class AdapterSpec:
         """Return the number of elements of the adapter's image: its weights, packed as on the GPU.
 
         Matrices are not padded to a common rank, begin at aligned offsets, and are counted for each
-        expert, or once if experts share them. A linear with vectors has two in the image, a gain
-        and a bias.
+        expert, or once if experts share them. A linear with DoRA or a trained bias has two vectors
+        in the image, a gain and a bias.
 
         dims: returns (d_in, d_out) of the module with this index: of the whole module, as
             BaseShape.dims does, or of its part on one GPU.
@@ -516,7 +516,8 @@ def _with_alternation(linears: Sequence[LinearLora], shape: BaseShape) -> list[L
     linears: adapted linears, sorted by layer, then by index in the shape's modules. A gate_proj and
         up_proj with one A were cut out of a gate_up_proj.
 
-    Raises AdapterRejected if only one of both B is shared by all experts: no halves of one B.
+    Raises AdapterRejected if all experts share the B of gate_proj or of up_proj, but not both: such
+    B cannot be halves of one B.
     """
     found, experts = list(linears), FAMILIES[shape.family].experts
     if experts is None or not experts.clamped:

@@ -145,8 +145,8 @@ class ModelRunner:
         return self._logits(hidden, batch, scores)
 
     def _placed(self, batch: Batch) -> Batch:
-        """Return the batch with the page numbers of with_parts, if layers share pieces of pages;
-        else the batch itself.
+        """Return the batch with page numbers that count parts of pages, if several layers share a
+        piece of a page; else the batch itself.
         """
         return with_parts(batch, self._kv_parts, self.kv.shape[3]) if self._kv_parts else batch
 

@@ -161,7 +161,7 @@ def _hidden_size(pairs: Mapping[str, Pair]) -> int | None:
 
 
 def _widths(parameter: str, pair: Pair) -> tuple[int, int]:
-    """Return two widths: the hidden size if a pair's A and B are not swapped, and if they are.
+    """Return the width that is the hidden size if A and B are not swapped, then that if they are.
 
     parameter: parameter that the pair adapts: gate_up_proj or down_proj.
     """

@@ -240,7 +240,10 @@ class FlashInferAttention:
         return mixed[..., :-missing].contiguous() if missing else mixed
 
     def captured(self, tokens: int, pages: torch.Tensor) -> PagedDecode:
-        """Return a PagedDecode to capture in the CUDA graph for steps of up to `tokens` tokens."""
+        """Return a PagedDecode to capture in the CUDA graph for steps of up to `tokens` tokens.
+
+        pages [groups, pages of all sequences of a step] int32: buffer for KV page numbers.
+        """
         needed = workspace_bytes(self._shape, tokens)
         if needed > len(self._workspace):
             self._workspace = self._workspace.new_empty(needed)
