@@ -148,7 +148,7 @@ class StepCosts:
     def prompts_seen_s(self, seen: int, *, beside_decodes: bool, steps: int = 1) -> float:
         """Return the seconds that the attention of prompts adds to steps.
 
-        seen: number of tokens that the prompts attend to, Σ of seen_tokens.
+        seen: number of tokens that the prompts attend to in all steps, Σ of seen_tokens.
         beside_decodes: whether the steps compute decodes in addition.
         steps: number of steps that the prompts are computed in.
         """

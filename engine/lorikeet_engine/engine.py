@@ -56,7 +56,7 @@ class Engine:
     report on one other thread only (StatusReporter's). All other methods and incoming_blobs
     may be used on any thread.
 
-    info: facts about the started engine that callers need.
+    info: maximum context, step costs and other facts that are fixed when the engine has started.
     changed: event that is set when the next report may differ from the last one.
     incoming_blobs: packs adapters' blobs while they are still being written to files.
     """
@@ -99,6 +99,7 @@ class Engine:
         """Accept a request, whose tokens come out of later steps.
 
         Returns the tier that holds the adapter now; None without an adapter.
+
         max_tokens is cut to what the context leaves after each prompt. The context always fits into
         the KV cache, so every accepted request can run. If the grammar is bad, the request fails
         later.

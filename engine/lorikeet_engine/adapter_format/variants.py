@@ -108,7 +108,7 @@ def variants(blob: Path, trained_scaling: float | None = None) -> Iterator[Varia
 
 
 def scaled(blob: Path, factor: float) -> Variant:
-    """Return the variant of a blob whose modules are all scaled by a factor."""
+    """Return the variant of a blob with the scaling of all modules multiplied by a factor."""
     return _scaled(_parts(blob).config, factor)
 
 

@@ -106,7 +106,7 @@ class PooledPrompts:
             self._scores.append(Download(products.sum(1) + weights.arena[b + label].float()))
 
     def wait(self) -> ReadPooled:
-        """Wait for the values; return the values of sequences that have not finished."""
+        """Wait for the results; return those of sequences that have not finished."""
         values = list[tuple[Chunk, torch.Tensor]]()
         if self._states is not None:
             values += zip((chunk for chunk, _ in self._plain), self._states.wait(), strict=True)

@@ -45,7 +45,7 @@ class RowQuestion(NamedTuple):
 
 
 class RankRows:
-    """Rows of the base model in all ranks: a BaseRows, which asks followers for their parts."""
+    """BaseRows of a tensor parallel engine: rows of linears in all ranks, of which followers tell."""
 
     def __init__(self, own: ServedRows, followers: Followers | None) -> None:
         """Start without a question.

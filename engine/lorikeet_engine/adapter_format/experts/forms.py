@@ -201,7 +201,8 @@ def _is_old(parameter: str, raw: Mapping[str, Any], warn: Callable[[str], object
 def _is_swapped(
     parameter: str, pair: Pair, raw: Mapping[str, Any], warn: Callable[[str], object]
 ) -> bool:
-    """Whether PEFT took a parameter of gpt-oss's experts as [experts, out, in], so transposed.
+    """Whether PEFT took a parameter of gpt-oss's experts as [experts, out, in], so that A and B are
+    swapped.
 
     That depends on the release of transformers as well: 0.19.0 does with transformers 5, and later
     releases do with transformers 4.
