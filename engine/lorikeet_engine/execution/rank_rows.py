@@ -45,7 +45,7 @@ class RowQuestion(NamedTuple):
 
 
 class RankRows:
-    """BaseRows of a tensor parallel engine: rows of linears in all ranks, of which followers tell."""
+    """BaseRows of all ranks: rows of the base model's linears; followers answer for their own."""
 
     def __init__(self, own: ServedRows, followers: Followers | None) -> None:
         """Start without a question.
