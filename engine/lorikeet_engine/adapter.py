@@ -58,7 +58,8 @@ class Embedder:
     """Way in which texts are embedded, from the files that sentence-transformers writes.
 
     normalizes: vectors are scaled to length 1.
-    dimensions: numbers of first values to which vectors may be cut (Matryoshka); None: any number.
+    dimensions: numbers of first values to which vectors may be cut (Matryoshka); (): they must not
+        be cut. None: any number.
     """
 
     pooling: Pooling = Pooling.LAST
@@ -70,8 +71,9 @@ class Embedder:
 class AdapterRef:
     """One immutable version of one adapter; the same value everywhere from the catalog to the GPU.
 
-    digest: SHA-256 of the adapter's blob, 64 lower-case hex digits. Two refs with the same digest
-        have the same weights, so caches are keyed by the digest alone.
+    digest: SHA-256 of the adapter's blob, the one file that stores it: 64 lower-case hex digits.
+        Two refs with the same digest have the same weights, so caches are keyed by the digest
+        alone.
     invocation_tokens: of an activated LoRA (aLoRA), the tokens from which on it changes a prompt;
         () for other adapters.
     head: classification or reward head; None for adapters that generate.
@@ -120,7 +122,8 @@ class Composition:
     was asked for.
 
     members, weights: the adapters, and the weight of each.
-    digest: key of what is computed with the composition; contains the digests of its adapters.
+    digest: key for caches of what was computed with the composition, such as keys and values: the
+        text weight*digest of each member, joined by +.
     """
 
     members: tuple[AdapterRef, ...]
@@ -180,7 +183,7 @@ Adapter = AdapterRef | Composition
 
 
 def member_digests(digest: str) -> list[str]:
-    """Return the digests of the adapters behind an Adapter's digest."""
+    """Return the digests of a composition's members, given its digest; [digest] for one adapter."""
     return [each.rpartition("*")[2] for each in digest.split("+")] if "*" in digest else [digest]
 
 
@@ -192,8 +195,9 @@ class TouchedModules:
         embed_tokens.
     layers: number of decoder layers in which a linear is adapted.
     min_rank: smallest rank of an adapted linear.
-    parameters: number of trained elements: of all A and B, vectors, rows of tokens and the head.
-    tokens: number of trained tokens.
+    parameters: number of trained elements: of all A and B, DoRA's magnitudes, biases, rows of
+        tokens and the classification head.
+    tokens: number of tokens of which the adapter has trained rows of embeddings or lm_head.
     """
 
     linears: tuple[str, ...]
@@ -204,7 +208,10 @@ class TouchedModules:
 
 
 class Residency(IntEnum):
-    """Tier that holds an adapter's weights; a larger value is nearer to the GPU."""
+    """Tier that holds an adapter's weights: remote store, disk, host memory or GPU.
+
+    A larger value is nearer to the GPU.
+    """
 
     REMOTE = 0
     DISK = 1

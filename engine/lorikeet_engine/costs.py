@@ -23,7 +23,7 @@ The decodes of such a step have attention kernels of their own.
 
 
 class RowsTime(NamedTuple):
-    """Time of a step by its number of tokens, without attention and adapters."""
+    """Seconds of a step with this number of tokens, without attention and adapters."""
 
     tokens: int
     seconds: float
@@ -54,8 +54,9 @@ class StepCosts:
     windowed: fraction of the layers that have a sliding window, from 0 to 1.
     prompt_seen_s: seconds for each token that a prompt token attends to, in all layers together.
     pieces_s: additional seconds of a step whose prompts attend to SEEN_IN_PIECES tokens or more (Σ
-        seen_tokens). If they attend to fewer, a proportional part of pieces_s is added, since a
-        single graph reads keys again for each token.
+        seen_tokens), so that it runs as several CUDA graphs. If they attend to fewer, a
+        proportional part of pieces_s is added, since a single graph reads keys again for each
+        token.
     split_s: additional seconds of a step that has decodes and whose prompts attend to SEEN_TO_SPLIT
         tokens or more.
     lora_s: additional seconds of a step with adapters.
@@ -147,7 +148,7 @@ class StepCosts:
     def prompts_seen_s(self, seen: int, *, beside_decodes: bool, steps: int = 1) -> float:
         """Return the seconds that the attention of prompts adds to steps.
 
-        seen: number of tokens that the prompts attend to, Σ of seen_tokens.
+        seen: number of tokens that the prompts attend to in all steps, Σ of seen_tokens.
         beside_decodes: whether the steps compute decodes in addition.
         steps: number of steps that the prompts are computed in.
         """

@@ -56,7 +56,7 @@ class Engine:
     report on one other thread only (StatusReporter's). All other methods and incoming_blobs
     may be used on any thread.
 
-    info: facts about the started engine that callers need.
+    info: maximum context, step costs and other facts that are fixed when the engine has started.
     changed: event that is set when the next report may differ from the last one.
     incoming_blobs: packs adapters' blobs while they are still being written to files.
     """
@@ -71,7 +71,7 @@ class Engine:
         """Load the model and allocate all the memory that serving needs.
 
         source: store from which adapters are downloaded.
-        load: reads the base model, as load_model does.
+        load: reads the base model from its folder onto the device.
         grammars: compiles grammars of requests; None to refuse requests with a grammar.
 
         Raises ModelError if the base model cannot be loaded, and SettingsError if something does
@@ -96,7 +96,9 @@ class Engine:
         self._deadlines = Deadlines(lambda p: self._scheduler.wait_s(p), self._tiers.load_s)
 
     def submit(self, request: Request) -> Residency | None:
-        """Accept a request, whose tokens come out of later steps; return its adapter's tier.
+        """Accept a request, whose tokens come out of later steps.
+
+        Returns the tier that holds the adapter now; None without an adapter.
 
         max_tokens is cut to what the context leaves after each prompt. The context always fits into
         the KV cache, so every accepted request can run. If the grammar is bad, the request fails
@@ -193,8 +195,8 @@ class Engine:
     def pin(self, ref: AdapterRef, tier: Residency = Residency.GPU, passing: bool = False) -> None:
         """Load an adapter up to `tier` and keep it there until `unpin`.
 
-        passing: whether the pin is temporary, so that the adapter's image is not written to the
-            disk.
+        passing: whether the pin is temporary, so that the adapter's image, its packed weights, is
+            not written to the disk.
         """
         self._tiers.pin(ref, tier, passing)
         self.wake()
@@ -209,13 +211,15 @@ class Engine:
 
         Memory is not taken from requests, from pins or from adapters that are used more.
 
-        uses: recent uses of the adapter on other replicas that this replica could serve instead.
-            Adapters with fewer uses may be evicted for this adapter.
+        uses: number of recent uses of the adapter on other replicas that this replica could serve
+            instead. Adapters with fewer uses may be evicted for this adapter.
         """
         self._tiers.prefetch(ref, tier, uses)
 
     def status(self) -> EngineStatus:
-        """Return the engine's current state and its counts since the start, with `moved` empty.
+        """Return the engine's current state and its counts since the start.
+
+        `moved`, the adapters whose tier has changed, is empty; `report` returns it.
 
         Takes about 150 µs with a full batch, however many adapters there are.
         """
@@ -244,8 +248,9 @@ class Engine:
         )
 
     def report(self) -> EngineStatus:
-        """Return the status, with in `moved` the new tier of each adapter whose tier has changed
-        since the last call.
+        """Return the status, with the adapters whose tier has changed since the last report.
+
+        Its field `moved` has the new tier of each of them, by digest.
         """
         moved = self._tiers.moved()
         return replace(self.status(), moved=moved)
@@ -259,7 +264,7 @@ class Engine:
         return self._tiers.adapters(tier)
 
     def take_use(self) -> list[SlotUse]:
-        """Return each tenant's use of GPU slots since the last call.
+        """Return each tenant's use of adapters on the GPU since the last call: seconds and loads.
 
         To be called from one place only.
         """
@@ -316,10 +321,12 @@ class Engine:
     def _drop_damaged(self, damaged: Mapping[str, AdapterDamaged]) -> None:
         """Stop using damaged adapters, and fail the requests that used them.
 
+        damaged: by digest, the error for these requests.
+
         Damage is found some time after it happened (residency/image_checks.py). Clients have read
         tokens that may be wrong, so their requests fail; requests that have no token yet wait until
         the adapter is loaded again. Keys and values computed with the adapter leave the prefix
-        cache. When this method returns, no sequence leases the damaged copy.
+        cache. When this method returns, no sequence uses the damaged copy.
         """
         failed = dict[str, EngineError]()
         for digest, error in damaged.items():

@@ -125,7 +125,9 @@ class AdapterRejected(AdapterError):
 
 
 class AdapterTooLarge(AdapterError):
-    """Adapter whose rank or size in bytes is above the configured limit."""
+    """Adapter above a limit: its rank, bytes, labels or trained tokens, or the engine's memory for
+    adapters.
+    """
 
 
 class AdapterNotComposable(AdapterError):

@@ -29,8 +29,8 @@ class AdapterMemory:
 
         The host holds one part of this size for each GPU.
 
-        elements: number of elements of the adapter's image on one GPU; the largest part if several
-            GPUs share the adapter.
+        elements: number of elements of the adapter's image, its packed weights, on one GPU; the
+            largest part if several GPUs share the adapter.
         gpus: number of GPUs that share the adapter.
 
         Raises AdapterTooLarge if the adapter does not fit on a GPU or on the host.

@@ -83,10 +83,12 @@ def decoder_config(raw: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _variant(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a decoder's config with the model_type of the family to which its switches assign it.
+    """Return a decoder's config, with another model_type if a switch makes it another family.
 
-    Raises ModelError if such a switch has a value of another kind than its default, or if several
-    switches assign a family.
+    Gemma 4 with enable_moe_block is such a family (VARIANTS).
+
+    Raises ModelError if such a switch has a value of another type than its default, or if several
+    switches name a family.
     """
     model_type, found = str(config.get("model_type")), dict[str, str]()
     for (switch, has_value), family in VARIANTS.get(model_type, {}).items():

@@ -24,7 +24,7 @@ _SHA256 = re.compile("[0-9a-f]{64}")
 
 @dataclass(frozen=True, slots=True)
 class BaseCopy:
-    """Identity of a copy of one of the base model's matrices: [vocabulary, hidden].
+    """Identity of a base model's matrix [vocabulary, hidden] that was saved along with an adapter.
 
     module: the matrix that was copied: embed_tokens or lm_head.
     dtype: F32, F16 or BF16.
@@ -40,9 +40,10 @@ class BaseCopy:
 def describe_copy(module: str, tensor: SavedTensor) -> BaseCopy:
     """Hash a copy of a base model's matrix in a trainer's folder.
 
-    Raises AdapterRejected as SavedTensor.pieces does.
-
     module: embed_tokens or lm_head.
+    tensor: place of the copy in the folder.
+
+    Raises AdapterRejected if the file ends early, or if float32 cannot hold a float64 value.
     """
     hashed = hashlib.sha256()
     for piece in tensor.pieces():

@@ -141,8 +141,10 @@ def _online_transforms(config: Mapping[str, Any]) -> list[str]:
 
 
 def _scheme(name: str, group: Any, said: object) -> QuantizedLinears:
-    """Parse a config group of compressed-tensors.
+    """Parse one entry of compressed-tensors' config_groups.
 
+    name: the entry's key, for errors.
+    group: the entry's value.
     said: format that the config names for groups that name none.
     """
     schemes = {

@@ -70,10 +70,11 @@ The folder can be served nevertheless.
 def write_blob(folder: Path, out: Path, warn: Warn = lambda _: None) -> str:
     """Write the blob of a trainer's folder, in PEFT's or MLX's format; return its SHA-256.
 
-    Tensors keep their bytes, except tensors of dtypes that no engine reads. Tensors are sorted, and
-    named as PEFT names them for an unwrapped base model; the config becomes one key of the header's
-    metadata. Left out are copies of the base model's matrices (another key has their hashes), and
-    tensors that answers to texts do not depend on, such as those of a vision part.
+    A blob is the one safetensors file that stores an adapter. Tensors keep their dtype, except that
+    float64 becomes float32, and FP8 bfloat16. Tensors are sorted, and named as PEFT names them for
+    an unwrapped base model; the config becomes one key of the header's metadata. Left out are
+    copies of the base model's matrices (another key has their hashes), and tensors that answers to
+    texts do not depend on, such as those of a vision part.
 
     out: the file to write; removed if writing fails.
     warn: called with a sentence if the adapter is not served entirely as it was trained.

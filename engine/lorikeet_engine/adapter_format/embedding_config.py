@@ -96,7 +96,10 @@ def _pooling(folder: Path) -> Pooling:
 
 
 def _dimensions(folder: Path) -> tuple[int, ...] | None:
-    """Return the numbers of values to which the model's config allows to cut; None for any."""
+    """Return the lengths to which a model's config.json allows to cut vectors.
+
+    None: any length. (): none, vectors must not be cut.
+    """
     file = folder / "config.json"
     config = _object(file, file.name) if file.is_file() else {}
     allowed = config.get("matryoshka_dimensions")

@@ -19,10 +19,10 @@ PEFT may write such an expression for each linear.
 
 
 def main() -> None:
-    """Serve the connection until its other end is closed.
+    """Answer the parent's messages on the connection in argv until its other end is closed.
 
-    Each message has expressions and texts; the answer tells the first expression that matches each
-    text, or is an error message.
+    Each message has expressions and texts; the answer is the index of the first expression that
+    matches each text, or an error message.
     """
     connection = Connection(int(sys.argv[1]))
     if sys.platform == "linux":
@@ -56,7 +56,8 @@ def _first_matches(expressions: Sequence[str], texts: Sequence[str]) -> dict[str
 def _ending(expression: str) -> str:
     """Return an ending of all texts that an expression can match; texts without it can be skipped.
 
-    The ending is the last part of the name if the expression matches only a name, else "".
+    For an expression of one module name, with any prefix or none, this is the name's last part;
+    for others "".
     """
     name = _NAME.fullmatch(expression)
     return name[1].rpartition(".")[2] if name else ""

@@ -84,7 +84,8 @@ def parse_header(
 ) -> BlobHeader:
     """Parse the header of a safetensors file of which only the beginning may be present.
 
-    Checks the header and raises errors as `read_header` does.
+    Raises AdapterRejected, whose `field` is the tensor at fault or "header", if the header is
+    malformed or too large, or if its tensors do not cover the file or fit their shapes.
 
     file: the beginning of the file, up to the end of the header at least.
     file_bytes: size of the whole file.

@@ -21,7 +21,7 @@ Pair = Mapping[str, Stored]
 
 @dataclass(frozen=True, slots=True)
 class _Joined:
-    """A matrix to be written to a blob, made of one matrix of each part.
+    """A or B of a whole linear, such as in_proj_qkv, made of those of its parts (q, k and v).
 
     sources: the parts' matrices.
     diagonal: whether they are the blocks of a block-diagonal matrix; else they are stacked.
@@ -44,7 +44,7 @@ class _Joined:
     def pieces(self) -> Iterator[bytes]:
         """Yield the matrix's bytes in blob_dtype, one source at a time.
 
-        Raises AdapterRejected as SavedTensor.pieces does.
+        Raises AdapterRejected if a file ends early, or if float32 cannot hold a float64 value.
         """
         begin, width = 0, self.shape[1]
         for source in self.sources:
@@ -66,9 +66,11 @@ Written = Stored | _Joined
 def join_parts(
     modules: Mapping[str, Pair], config: LoraConfig
 ) -> tuple[dict[str, Mapping[str, Written]], LoraConfig]:
-    """Join the pairs on parts of one linear; return all pairs by module, and their config.
+    """Join the pairs on parts of one linear, such as in_proj_q, in_proj_k and in_proj_v of
+    in_proj_qkv; return all pairs by module, and their config.
 
-    modules: A and B by canonical module; pairs of modules that are no parts are returned unchanged.
+    modules: A and B by module, named as in blobs; pairs of modules that are no parts are returned
+        unchanged.
     config: config for these modules. The returned config is for the returned modules.
 
     Raises AdapterRejected if only some of a linear's parts have weights, if the whole linear has

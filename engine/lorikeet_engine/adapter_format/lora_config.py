@@ -132,7 +132,7 @@ class LoraConfig:
         scale of embeddings whose own module scales them.
     lost_biases: whether biases of the linears, if the base model has any, were trained with the
         adapter but not saved.
-    experts_read_for: kind of base model (experts_kind) as whose the matrices of experts were read,
+    experts_read_for: "gpt-oss" or "another base model", as whose the matrices of experts were read,
         if their shapes do not show which side is the input; else empty.
     alora_invocation_tokens: tokens from which on an activated LoRA changes a prompt; empty for
         other adapters.
@@ -163,7 +163,7 @@ class LoraConfig:
 
         raw: PEFT's config, which refuse_unsupported has accepted.
         modules: modules that have weights, in the trainer's naming. In the result, the keys of
-            rank_pattern and alpha_pattern are their canonical names.
+            rank_pattern and alpha_pattern are their names in blobs.
         warn: called with a sentence if releases of PEFT read the config differently, and the config
             does not show which release trained the adapter.
 
@@ -300,8 +300,8 @@ def _has_lost_biases(raw: Mapping[str, Any], warn: Callable[[str], object]) -> b
 
 
 def _is_served(key: str, value: Any) -> bool:
-    """Whether an option only names modules to save that can be served: a classification head, and
-    modules of a vision part, whose tensors blobs leave out.
+    """Whether an option is modules_to_save and names only modules that can be served: a
+    classification head, and modules of a vision part, whose tensors blobs leave out.
     """
     names = value if isinstance(value, list) else [None]
     return key == "modules_to_save" and all(

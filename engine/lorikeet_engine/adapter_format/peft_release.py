@@ -49,8 +49,8 @@ EXPERTS_OUT_IN: Release = (0, 19, 1)
 def training_release(raw: Mapping[str, Any]) -> Release | None:
     """Return the release of PEFT that wrote a config; None if the config does not show it.
 
-    Other tools' configs do not show it, and neither does a development version of PEFT up to
-    EXPERTS_OUT_IN, which may lack what that release has.
+    Other tools' configs do not show it. Neither does a development version of PEFT up to 0.19.1
+    (EXPERTS_OUT_IN), since it may lack what the release of this number has.
 
     raw: PEFT's config.
     """

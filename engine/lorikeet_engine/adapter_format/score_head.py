@@ -37,7 +37,7 @@ class HeadRows:
     """Place of a head in a blob.
 
     head: the head.
-    linear: index of SCORE in the modules of the base model's shape.
+    linear: index of the head, SCORE, in BaseShape.modules.
     weights: place of the weights [labels, hidden].
     biases: place of the biases [labels]; None: they are 0.
     """

@@ -85,7 +85,7 @@ class LatentShape:
 
     @property
     def cached(self) -> int:
-        """Elements that are cached of a token."""
+        """Elements that a layer caches of a token: its latent, and the key that heads share."""
         return self.kv_rank + self.rotary
 
 
@@ -122,7 +122,7 @@ class BaseShape:
     wide_intermediate: width of MLPs in layers that attend to other layers' keys and values.
     layer_input: width of the vector that each layer reads of embeddings of its own; 0: there are
         none.
-    biased: groups of a layer's linears, see `groups`, that have biases.
+    biased: names of a layer's fused products, keys of `groups`, whose linears have biases.
     """
 
     family: str
@@ -215,7 +215,7 @@ class BaseShape:
 
     @cached_property
     def modules(self) -> tuple[Linear, ...]:
-        """Linears of a layer, then modules outside the layers; a module's place is its index."""
+        """Linears of a layer, then modules outside the layers: the columns of adapters' tables."""
         outer = FAMILIES[self.family].outer
         return (*self.linears, *outer, HEAD, EMBEDDINGS, HEAD_ROWS, EMBEDDING_ROWS, SCORE)
 
@@ -234,7 +234,7 @@ class BaseShape:
         return LayerKind.MAMBA in self.kinds
 
     def is_full(self, layer: int) -> bool:
-        """Whether a layer has the heads `full`."""
+        """Whether a layer has the heads in the field `full`: those of layers without a window."""
         return self.full is not None and self.kind(layer).owner is LayerKind.ATTENTION
 
     def kv_owner(self, layer: int) -> int:
@@ -252,7 +252,7 @@ class BaseShape:
         return max(self.head_dim, of_full, 0 if latents is None else latents.cached)
 
     def heads_of(self, layer: int) -> AttentionHeads:
-        """Return the heads of a layer with attention; of latent attention, as they are cached."""
+        """Return the heads of a layer with attention; with latent attention, the cached one."""
         if self.full is not None and self.is_full(layer):
             return self.full
         if self.latents is not None:
@@ -569,7 +569,7 @@ def _recurrent(config: Mapping[str, Any], keys: RecurrentKeys) -> RecurrentShape
 
 
 def _biased(config: Mapping[str, Any], family: Family) -> tuple[str, ...]:
-    """Return the groups of linears that have biases in a base model.
+    """Return the names of a layer's fused products whose linears have biases in a base model.
 
     config: config.json, with the family's defaults.
     """

@@ -80,7 +80,8 @@ class LinearLora:
     Matrices of experts have one dimension more, the first: the number of experts, or 1 if all
     experts share the matrix.
 
-    layer, linear: row and column of the linear in tables; see BaseShape.
+    layer: index of the decoder layer; BaseShape.outer_layer for modules outside the layers.
+    linear: index of the linear in BaseShape.modules.
     name: the linear's name, for error messages.
     rank: LoRA rank.
     scaling: factor of B @ A.
@@ -110,7 +111,7 @@ class LinearLora:
         return f"{self.name}.lora_{side}"
 
     def matrices(self, side: int) -> int:
-        """Return the number of matrices in the blob, and in the image: one for each expert, or 1.
+        """Return the number of A or of B in the blob: one for each expert, or 1 if they share it.
 
         side: 0 for A, 1 for B.
         """
@@ -128,9 +129,9 @@ class AdapterSpec:
     token_rows: rows of trained tokens. If the base model's head is tied, rows of the embeddings
         apply to the head as well.
     vectors: DoRA's magnitudes and biases, sorted like `linears`. A linear can have biases alone.
-    invocation_tokens: see AdapterRef.
+    invocation_tokens: of an activated LoRA, the tokens from which on it changes a prompt; else ().
     head: classification or reward head; None: the adapter generates.
-    embedder: see AdapterRef.
+    embedder: the adapter's own way of embedding texts; None: the base model's.
     """
 
     base_model: str
@@ -184,11 +185,11 @@ class AdapterSpec:
         )
 
     def packed_elements(self, dims: Callable[[int], tuple[int, int]]) -> int:
-        """Return the number of elements of the adapter's packed image.
+        """Return the number of elements of the adapter's image: its weights, packed as on the GPU.
 
-        Matrices have their true ranks, begin at aligned offsets, and are counted for each expert,
-        or once if experts share them. A linear with vectors has two in the image, a gain and a
-        bias.
+        Matrices are not padded to a common rank, begin at aligned offsets, and are counted for each
+        expert, or once if experts share them. A linear with DoRA or a trained bias has two vectors
+        in the image, a gain and a bias.
 
         dims: returns (d_in, d_out) of the module with this index: of the whole module, as
             BaseShape.dims does, or of its part on one GPU.
@@ -386,7 +387,7 @@ def _vectors(
 ) -> tuple[LinearVectors, ...]:
     """Locate the vectors of a blob.
 
-    found: vectors by canonical module, then by kind.
+    found: vectors by module, then by kind: MAGNITUDE (DoRA's), LORA_BIAS or BIAS.
     adapted: (layer, linear) of all linears that have A and B.
 
     Raises AdapterRejected for vectors that do not fit the base model or its linears.
@@ -515,7 +516,8 @@ def _with_alternation(linears: Sequence[LinearLora], shape: BaseShape) -> list[L
     linears: adapted linears, sorted by layer, then by index in the shape's modules. A gate_proj and
         up_proj with one A were cut out of a gate_up_proj.
 
-    Raises AdapterRejected if only one of both B is shared by all experts: no halves of one B.
+    Raises AdapterRejected if all experts share the B of gate_proj or of up_proj, but not both: such
+    B cannot be halves of one B.
     """
     found, experts = list(linears), FAMILIES[shape.family].experts
     if experts is None or not experts.clamped:
@@ -570,7 +572,7 @@ def _check_copy(copy: BaseCopy, shape: BaseShape) -> None:
 
 
 def _place(module: str, shape: BaseShape) -> tuple[int, int]:
-    """Return (layer, index in the shape's modules) of a module, given by its canonical name."""
+    """Return (layer, index in the shape's modules) of a module, given by its name in blobs."""
     for outer in OUTER:
         if module == outer.module:
             if outer not in shape.modules:

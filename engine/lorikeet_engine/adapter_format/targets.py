@@ -139,7 +139,7 @@ class _Expected:
     names: modules that the base model has whatever the kinds of its layers, in the layers up to the
         last one that has weights, and outside them.
     layers: for hybrids, the modules that only layers of one kind have: by layer, then by the kind
-        that the layer would have. The last layers are the layers of `beyond`.
+        that the layer would have. The last len(beyond) entries are the layers in `beyond`.
     beyond: for hybrids, the modules of some layers after the last one that has weights, whatever
         the kinds of these layers.
     """
@@ -149,7 +149,7 @@ class _Expected:
     beyond: tuple[set[str], ...] = ()
 
     def all(self) -> list[set[str]]:
-        """Return all modules, in sets."""
+        """Return the modules of all three fields, as a list of sets."""
         return [
             self.names,
             *self.beyond,
@@ -266,9 +266,9 @@ def _expected(
 def _outside(modules: Collection[str], place: str, family: Family) -> set[str]:
     """Return the names of modules outside the decoder layers, in a trainer's naming.
 
-    A linear among them has two: that of its parameter, too.
+    per_layer_model_projection (LAYER_INPUTS) has two names: that of its weight, too.
 
-    modules: canonical names.
+    modules: names of these modules in blobs.
     place: path before "layers." in the trainer's names.
     """
     ends = {module: module.removeprefix("model.") for module in modules}
@@ -361,8 +361,8 @@ def resolve_patterns(
     run: Expressions,
     warn: Callable[[str], object],
 ) -> Patterns:
-    """Return the ranks and alphas of a config's patterns, as the release of PEFT that trained the
-    adapter reads them.
+    """Return, by module, the ranks of rank_pattern and the alphas of alpha_pattern, as the release
+    of PEFT that trained the adapter reads them.
 
     If several of a pattern's keys match a module, the first one determines the value.
 

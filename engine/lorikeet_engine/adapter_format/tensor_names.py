@@ -153,9 +153,10 @@ def is_training_state(name: str) -> bool:
 
 
 def split_vector_name(name: str) -> tuple[str, str] | None:
-    """Parse the name of a linear's vector: return (module, MAGNITUDE, LORA_BIAS or BIAS).
+    """Parse the name of a linear's vector: return (module, kind).
 
-    The module is named as in the trainer's config. None for tensors of other kinds.
+    The kind is MAGNITUDE (DoRA's), LORA_BIAS (bias of B) or BIAS (replaces the base model's). The
+    module is named as in the trainer's config. None for other tensors.
 
     name: the tensor's name, in a trainer's file or in a blob.
     """
@@ -170,14 +171,14 @@ def split_vector_name(name: str) -> tuple[str, str] | None:
 def vector_name(module: str, kind: str) -> str:
     """Return the name that a linear's vector has in blobs.
 
-    module: canonical name of the linear.
+    module: name of the linear in blobs.
     kind: MAGNITUDE, LORA_BIAS or BIAS.
     """
     return f"base_model.model.{module}.{kind}"
 
 
 def token_rows_module(name: str) -> str | None:
-    """Return the canonical module whose trained rows a tensor holds; None for other tensors.
+    """Return the module whose trained rows a tensor holds, named as in blobs; None for others.
 
     Raises AdapterRejected if the module is neither embed_tokens nor lm_head.
 
@@ -239,7 +240,7 @@ def parts_of(linear: str) -> tuple[str, ...]:
 def is_outer(saved: str, outer: Linear) -> bool:
     """Whether a module in a trainer's file is the given module outside the decoder layers.
 
-    outer: one of OUTER. The linear among them may be named as a parameter, with .weight.
+    outer: one of OUTER. LAYER_INPUTS among them may be named as a parameter, with .weight.
     """
     match = _SAVED_OUTER.fullmatch(
         saved.removesuffix(".weight") if outer is LAYER_INPUTS else saved
@@ -275,7 +276,7 @@ def layer_of(saved: str) -> str:
 def tensor_name(module: str, side: str) -> str:
     """Return the name that a LoRA matrix has in blobs.
 
-    module: canonical name of the adapted module.
+    module: name of the adapted module in blobs.
     side: A or B.
     """
     if module == EMBEDDINGS.module:
@@ -286,7 +287,7 @@ def tensor_name(module: str, side: str) -> str:
 def linears_of(modules: Sequence[str]) -> tuple[Linear, ...]:
     """Return the linears of a decoder layer, in the family of base models that fits best.
 
-    modules: canonical names; the family that has most of these modules fits best.
+    modules: names of modules in blobs; the family that has most of these modules fits best.
     """
     modules = [linear_of(module) for module in modules]
     paths = [match[2] for match in map(_MODULE.fullmatch, modules) if match]
@@ -300,7 +301,7 @@ def linears_of(modules: Sequence[str]) -> tuple[Linear, ...]:
 def locate_module(module: str, linears: Sequence[Linear]) -> tuple[int, int]:
     """Return a module's place: (number of the decoder layer, index of the linear in `linears`).
 
-    module: canonical name.
+    module: the module's name in blobs.
     linears: linears of a decoder layer.
 
     Raises AdapterRejected for a module that is none of the linears.

@@ -28,7 +28,7 @@ TokensByModule = Mapping[str, tuple[int, ...]]
 class TokenRows:
     """Trained rows of the embeddings or the output head, one for each changed token.
 
-    linear: index of HEAD_ROWS or EMBEDDING_ROWS in the modules of the base model's shape.
+    linear: index in BaseShape.modules of HEAD_ROWS or EMBEDDING_ROWS, whose rows these are.
     name: the module's name, for error messages.
     ids: the token id of each row.
     rows: place of the tensor [tokens, hidden] in the blob.
@@ -51,7 +51,7 @@ def trained_tokens(raw: Mapping[str, Any], saved: Collection[str]) -> TokensByMo
     the embeddings' tokens.
 
     raw: PEFT's config.
-    saved: canonical modules whose trained rows the trainer has saved.
+    saved: modules whose trained rows the trainer has saved, named as in blobs.
 
     Raises AdapterRejected for malformed lists and if rows or their ids are missing, and
     AdapterTooLarge for more than MAX_TOKENS tokens of a module.
@@ -108,8 +108,8 @@ def read_token_rows(
     """Return the trained rows in a blob, in the order in which its metadata lists the modules.
 
     tokens: ids of trained tokens, from the metadata.
-    saved: the tensors of the blob that hold rows, by canonical module.
-    adapted: canonical modules that have LoRA.
+    saved: the tensors of the blob that hold rows, by module.
+    adapted: modules that have LoRA, named as in blobs.
     shape: sizes of the base model.
 
     Raises AdapterRejected for rows that do not fit the base model, and for a module that both LoRA

@@ -97,6 +97,7 @@ def _linears(
     row: number of the row, for errors.
     values: A and B of the row, flattened.
     kind: TensorRT-LLM's module id.
+    layer, rank: decoder layer and LoRA rank of the row.
     """
     if kind not in _LINEARS:
         what = _ELSEWHERE.get(kind, "no module that is known here")

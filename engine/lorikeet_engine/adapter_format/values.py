@@ -71,7 +71,8 @@ class ValueScan:
 
 
 def check_values(blob: Path, spec: AdapterSpec, dtype: str, scan: ValueScan | None = None) -> None:
-    """Check that all values of a blob are finite, in its file and in the image packed from it.
+    """Check that all values of a blob are finite, in its file and in the image, the weights packed
+    for the GPU.
 
     In the image, B is multiplied by its scaling, and values are rounded.
 
@@ -135,7 +136,7 @@ def _value(bits: int, kind: str) -> np.float32:
 
 
 def _packed(largest: np.float32, factor: float) -> np.float32:
-    """Return the magnitude that a blob's value gets in an image, before rounding.
+    """Return the magnitude that a blob's value gets in the packed adapter, before rounding.
 
     largest: value of the blob, or its magnitude.
     factor: scaling by which packing multiplies the value.

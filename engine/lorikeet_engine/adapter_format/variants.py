@@ -34,7 +34,7 @@ _WORDS = {1: "uint8", 2: "uint16", 4: "uint32"}
 
 
 class VariantKind(Enum):
-    """Difference between a variant and its blob."""
+    """Difference between a blob's adapter and a variant of it: what a trainer may do otherwise."""
 
     SCALING = "scaling"
     TRANSPOSED = "transposed"
@@ -43,11 +43,11 @@ class VariantKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """Adapter of a blob with one difference.
+    """Adapter of a blob with one difference, tried to find how its trainer computed otherwise.
 
     says: the difference, as an end of the sentence "the trainer computed this adapter …".
     config: the variant's config.
-    left_out: canonical modules whose matrices and vectors the variant lacks.
+    left_out: modules, named as in blobs, whose matrices and vectors the variant lacks.
     """
 
     kind: VariantKind
@@ -74,7 +74,7 @@ class _Parts(NamedTuple):
 
 
 def outline(blob: Path) -> BlobOutline:
-    """Return the adapted linears and the scaling of a blob. Raises AdapterRejected for no blob."""
+    """Return a blob's adapted linears and scaling. Raises AdapterRejected if it is no blob."""
     parts = _parts(blob)
     modules = _lora_modules(parts)
     scalings = {parts.config.scaling(module) for module in modules}
@@ -108,7 +108,7 @@ def variants(blob: Path, trained_scaling: float | None = None) -> Iterator[Varia
 
 
 def scaled(blob: Path, factor: float) -> Variant:
-    """Return the variant of a blob whose modules are all scaled by a factor."""
+    """Return the variant of a blob with the scaling of all modules multiplied by a factor."""
     return _scaled(_parts(blob).config, factor)
 
 
@@ -144,7 +144,7 @@ def _parts(blob: Path) -> _Parts:
 
 
 def _lora_modules(parts: _Parts) -> set[str]:
-    """Return the canonical modules that have LoRA matrices."""
+    """Return the modules that have LoRA matrices, named as in blobs."""
     return {
         module
         for name, module in parts.modules.items()

@@ -41,10 +41,11 @@ product."""
 class LinearVectors:
     """Vectors [d_out] that an adapter has for one linear.
 
-    layer, linear: row and column of the linear in tables; see BaseShape.
+    layer: index of the decoder layer; BaseShape.outer_layer for modules outside the layers.
+    linear: index of the linear in BaseShape.modules.
     name: the linear's name, for error messages.
     scaling: factor of B @ A, and of B's bias.
-    spans: places of the vectors in the blob, by kind: MAGNITUDE, LORA_BIAS or BIAS.
+    spans: places of the vectors in the blob, by kind: MAGNITUDE (DoRA's), LORA_BIAS (of B) or BIAS.
     """
 
     layer: int
@@ -62,7 +63,9 @@ class LinearVectors:
 
 
 def take_vectors(tensors: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-    """Remove the linears' vectors from `tensors`; return them by canonical module, then by kind.
+    """Remove DoRA's magnitudes and trained biases from `tensors`; return them by module and kind.
+
+    Modules are named as in blobs; kinds are MAGNITUDE, LORA_BIAS and BIAS.
 
     tensors: tensors by name, of a trainer's file or of a blob.
 
@@ -78,7 +81,7 @@ def check_vectors(raw: Mapping[str, Any], vectors: Vectors[Tensor], pairs: Colle
     """Check the vectors of a trainer's file against its config.
 
     raw: PEFT's config.
-    pairs: canonical modules that have A and B.
+    pairs: modules that have A and B, named as in blobs.
 
     Raises AdapterRejected if the config does not mention vectors that the file has, if the file
     lacks vectors that the config demands, or if a module is no linear that can have vectors.
@@ -108,7 +111,7 @@ def check_vectors(raw: Mapping[str, Any], vectors: Vectors[Tensor], pairs: Colle
 def check_has_place(module: str, kinds: Collection[str]) -> None:
     """Raise AdapterRejected for a module that can have LoRA, but not these vectors.
 
-    module: canonical name of the module.
+    module: name of the module in blobs.
     kinds: kinds of its vectors, which the error names.
     """
     if {MAGNITUDE, LORA_BIAS} <= {*kinds}:  # PEFT refuses both in one config
@@ -126,7 +129,7 @@ def check_has_place(module: str, kinds: Collection[str]) -> None:
 def check_widths(module: str, vectors: Mapping[str, TensorSpan], d_out: int) -> None:
     """Raise AdapterRejected unless all vectors of a module are [d_out].
 
-    module: canonical name of the module.
+    module: name of the module in blobs.
     """
     for kind, span in vectors.items():
         if span.shape != (d_out,):
@@ -138,6 +141,6 @@ def check_widths(module: str, vectors: Mapping[str, TensorSpan], d_out: int) -> 
 
 
 def _canonical_vector(name: str) -> tuple[str, str] | None:
-    """Return (canonical module, kind) of a tensor's vector; None for tensors of other kinds."""
+    """Return (module's name in blobs, kind) of a tensor's vector; None for other tensors."""
     vector = split_vector_name(name)
     return (canonical_module(vector[0]), vector[1]) if vector else None

@@ -59,7 +59,7 @@ log = logging.getLogger(__name__)
 
 
 class LoadModel(Protocol):
-    """Function that reads the base model, as load_model does."""
+    """Function that reads the base model from its folder; load_model is one."""
 
     def __call__(
         self,
@@ -72,7 +72,13 @@ class LoadModel(Protocol):
         *,
         packed: bool = False,
     ) -> LlamaModel:
-        """Read the base model, or this rank's part of it. See load_model."""
+        """Read the base model, or this rank's part of it, onto the device.
+
+        max_context: upper bound of the context, in tokens; None: the model's own.
+        rounding: NF4 or FP8, to which linears are rounded while they are loaded; None: as stored.
+        ranks: processes that share the model; None: this process holds all of it.
+        packed: whether linears of 4 bits stay packed; False: they become floats.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +119,7 @@ def assemble(
     """Load the model and allocate all the memory that serving needs.
 
     source: store from which adapters are downloaded.
-    load: reads the base model, as load_model does.
+    load: reads the base model from its folder onto the device.
     wake: called whenever adapters have been loaded.
 
     Raises ModelError if the base model cannot be loaded. Raises SettingsError if the device has too
@@ -207,9 +213,12 @@ def load_weights(
     group: RankGroup | None,
     start: StartUpStages,
 ) -> LlamaModel:
-    """Load the base model, or this rank's part of it. Raises what `load` raises.
+    """Load the base model, or this rank's part of it.
 
-    load: reads the base model, as load_model does.
+    Raises ModelError if the folder cannot be loaded, and SettingsError if the device has too little
+    memory or no kernels for the model.
+
+    load: reads the base model from its folder onto the device.
     group: the processes that share the model; None if this process holds the whole model.
     start: records the memory and the time that loading takes.
     """

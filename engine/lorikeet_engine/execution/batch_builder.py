@@ -23,9 +23,15 @@ Int64s = npt.NDArray[np.int64]
 class StateInput:
     """States of delta nets (linear attention) that a step reads and updates; arrays on the host.
 
-    decodes [2, sequences]: slots and tokens, as in Decodes.
-    starts, ends, slots, chunks, first_chunks, saves: as in Prefills.
-    fresh, copies: as in StateRows.
+    decodes [2, sequences]: of sequences with one token in the step, the slot of the state and the
+        index of the token.
+    starts, ends, slots [sequences]: of sequences with several tokens, the first token, the token
+        after the last, and the slot of the state.
+    chunks [chunks, 2]: of each piece of at most CHUNK tokens, the sequence and the first token.
+    first_chunks [sequences + 1]: first chunk of each sequence, then the number of chunks.
+    saves [chunks]: slot to which the state after each chunk is copied; −1: none.
+    fresh: slots to set to zeros before the step, of sequences that begin.
+    copies: pairs of slots, from which a state is copied and to which, in order, before the step.
     """
 
     decodes: Int64s
@@ -91,21 +97,24 @@ class StateInput:
 class StepInput:
     """Input of one step on the host: all that a process with the model's weights needs.
 
-    Fields whose names Batch has too have the same meaning as in Batch.
-
-    token_ids: 0 stands in for a pending token, which the previous step sampled and the host has not
-        read yet.
+    token_ids [tokens]: 0 stands in for a pending token, which the previous step sampled and the
+        host has not read yet.
+    positions [tokens]: position of each token in its sequence.
+    kv_slots [groups of layers, tokens]: page · page_size + offset of each token's keys and values.
+    logit_rows [rows]: indices of the tokens whose logits are computed for sampling.
+    query_starts [sequences + 1]: first token of each sequence, then the number of tokens.
+    kv_lengths [sequences]: number of cached tokens of each sequence after the step.
     pending: [pending tokens] int64, indices of the pending tokens in token_ids.
     pending_rows: [pending tokens] int64, row of each pending token in the previous step's sampled
         tokens.
     page_tables: for each group of layers, each sequence's pages from the first one that a token of
         this step attends to.
-    segments: [3, segments] int32, slots, starts and lengths of Batch.segments; no segments without
-        adapters.
+    segments: [3, segments] int32, slot of the adapter, first token and length of each run of tokens
+        with one adapter; no segments without adapters.
     max_rank: upper bound of the ranks of the adapters in segments.
     changes_experts: whether some adapter changes linears of experts.
-    has_vectors: whether some adapter has vectors for linears (LoraWeights.vectors).
-    composed: whether some slot is a composition's (LoraWeights.members).
+    has_vectors: whether some adapter has DoRA's gains or biases (LoraWeights.vectors).
+    composed: whether some slot is that of a composition, several adapters added up.
     head_segments: [3, segments] int32, like segments, for lm_head and the rows of its logits.
     head_rank: upper bound of the adapters' ranks on lm_head.
     head_rows: upper bound of the number of lm_head's rows that one adapter replaces.
@@ -181,7 +190,7 @@ class LogitsInput:
         `rows`.
     head_rank: upper bound of the adapters' ranks on lm_head.
     head_rows: upper bound of the number of lm_head's rows that one adapter replaces.
-    composed: whether some slot is a composition's.
+    composed: whether some slot is that of a composition, several adapters added up.
     """
 
     rows: Int64s
@@ -211,8 +220,8 @@ def group_by_adapter(chunks: list[Chunk]) -> list[Chunk]:
 
 
 def divide_by_adapter(chunks: list[Chunk]) -> list[Chunk]:
-    """Divide each chunk within which an adapter begins to change tokens: the tokens before become
-    a chunk without an adapter.
+    """Divide each chunk within which an activated LoRA begins to change tokens: the tokens before
+    become a chunk without an adapter.
 
     Attention computes both as sequences that share KV pages: keys and values of all tokens of a
     step are written before attention reads them. So chunks with states cannot be divided.
@@ -308,7 +317,7 @@ def _kv_places(
     positions: Int64s,
     page_size: int,
 ) -> tuple[tuple[PageTable, ...], Int64s]:
-    """Return page_tables and kv_slots of a StepInput, one entry for each group of layers.
+    """Return the fields page_tables and kv_slots of a StepInput, for each group of layers.
 
     windows: attention window of each group of layers; None for a group that attends to all tokens.
     owner: [tokens], index of each token's chunk.

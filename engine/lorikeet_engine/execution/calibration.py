@@ -127,6 +127,7 @@ def _seen_token_s(steps: StepTimer, decodes_s: dict[int, float], usual: StepCost
 def _chunk(steps: StepTimer, tokens: int, usual: StepCosts) -> tuple[float, float]:
     """Time prompt chunks; return StepCosts.prompt_seen_s and a chunk's seconds without attention.
 
+    tokens: number of tokens of a chunk.
     usual: default costs; its prompt_seen_s is returned if contexts are too short to measure.
     """
     deep = min(_DEEP, steps.longest - tokens)
@@ -220,6 +221,9 @@ class _DummyAdapters:
         """Make as many adapters as fit into both the arena and a step.
 
         Their rank is lowered if the arena has no room for one adapter of the usual rank.
+
+        weights: memory of the adapters' weights, the arena, on the device.
+        shape: part of the base model that this process computes.
         """
         arena = weights.arena.numel()
         rank = min(_RANK, settings.max_rank, arena // _image(shape, 1)[1])

@@ -92,8 +92,8 @@ class _Adapters(NamedTuple):
 
     segments: largest number of adapter segments; 0 for batches without adapters.
     on_experts: whether the adapters may change linears of experts.
-    vectors: whether the adapters may have vectors for linears (LoraWeights.vectors).
-    composed: whether slots may be compositions' (LoraWeights.members).
+    vectors: whether the adapters may have DoRA's gains or biases (LoraWeights.vectors).
+    composed: whether slots may be those of compositions, several adapters added up.
     """
 
     segments: int
@@ -121,7 +121,10 @@ class CudaGraphs:
         limits: StepLimits,
         states: RecurrentStates | None = None,
     ) -> None:
-        """Capture the graphs of steps without vectors and compositions, which takes some seconds.
+        """Capture the graphs, which takes some seconds.
+
+        Graphs for adapters with DoRA or biases, and for compositions (several adapters added up),
+        are captured when a batch first needs them.
 
         attention: makes the back ends that graphs of small steps contain; in larger steps, it is
             launched between graphs.
@@ -225,21 +228,33 @@ class CudaGraphs:
             self._state_rows.pad()
 
     def _counts(self, size: int, ladder: _Ladder) -> tuple[int, ...]:
-        """Return the numbers of adapter segments that passes of this size have, ascending."""
+        """Return the numbers of adapter segments that passes of this size have, ascending.
+
+        size: number of tokens of the passes.
+        ladder: the whole or the piecewise passes.
+        """
         most = min(self._limits.adapters, size)
         return (
             _segment_counts(most) if ladder is self._whole else (0, min(_FEW_SEGMENTS, most), most)
         )
 
     def _captured_at_start(self, size: int, ladder: _Ladder) -> list[_Adapters]:
-        """Return the kinds of batches without vectors and compositions."""
+        """Return the kinds of batches to capture at the start: without vectors and compositions.
+
+        size: number of tokens of the passes.
+        ladder: the whole or the piecewise passes.
+        """
         kinds = (False, True) if self._has_experts else (False,)
         counts = self._counts(size, ladder)
         found = {(n, on_experts and n > 0, False, False) for n in counts for on_experts in kinds}
         return sorted(_Adapters(*each) for each in found)
 
     def _adapters_of(self, batch: Batch, size: int, ladder: _Ladder) -> _Adapters:
-        """Return the smallest kind that this batch belongs to."""
+        """Return the kind with the fewest segments that this batch fits.
+
+        size: number of tokens of the pass.
+        ladder: the whole or the piecewise passes.
+        """
         segments = batch.segments
         if segments is None:
             return _Adapters(0, False, False, False)

@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 
 
 class Follower:
-    """Model, adapter memory and KV pages of one rank, and the execution of the leader's commands.
+    """Model, adapter memory and KV pages of one rank; carries out commands of the leader, rank 0.
 
     The leader's assembly (assembly.py) allocates the same parts in the same order.
     """
@@ -57,7 +57,8 @@ class Follower:
 
         start: the leader's first command.
         shard: this rank's index and the number of ranks.
-        host: memory shared by all ranks, in which the host tier's adapter images are.
+        host: memory shared by all ranks, in which the host tier's adapter images, their packed
+            weights, are.
         report: called on another thread when a copy of an adapter image has finished.
         """
         settings = self._settings = start.settings

@@ -29,12 +29,13 @@ class AllowedTokens(NamedTuple):
     """Tokens that may be sampled in the rows of a step's logits that a grammar restricts.
 
     rows: rows of the logits that are restricted.
-    bitmasks: [rows, octets_of(vocab)] uint8, in the order of `rows`; None if no row is restricted.
+    bitmasks: [rows, octets_of(vocab)] uint8, a bit for each token, in the order of `rows`; None if
+        no row is restricted.
     errors: by row, the error of a grammar that failed.
     forced: by row, the tokens that the grammar requires after the sampled token, for rows in which
         only one token may be sampled.
-    followed: by a sequence's first row, the number of its drafted tokens behind which the mask is
-        known. The others cannot be accepted.
+    followed: by a sequence's first row, how many of its drafted tokens can be accepted: those
+        behind which the allowed tokens are known.
     """
 
     rows: list[int]
@@ -84,8 +85,10 @@ class _Masks:
     """Masks of the rows that grammars restrict, filled from each sequence's first row on.
 
     rows: restricted rows of the logits, in the order of their bitmasks.
-    ends: last row of each sequence that has a mask, and the mask.
-    errors, followed: as in AllowedTokens.
+    ends: last row of each sequence that has a mask, and the mask; no row if the grammar failed or
+        the drafted tokens end the output.
+    errors: by row, the error of a grammar that failed.
+    followed: by a sequence's first row, how many of its drafted tokens can be accepted.
     """
 
     def __init__(self, grammars: Grammars, first: list[_Matched], bitmasks: TokenBitmask) -> None:
@@ -117,7 +120,14 @@ class _Masks:
     def _next(
         self, matched: _Matched, bitmask: TokenBitmask, problem: EngineError | None
     ) -> _Matched | None:
-        """Return the row behind the row's drafted token; None if there is none to be masked."""
+        """Record a row's mask; return the next row to mask, behind the row's drafted token.
+
+        Returns None if the row has no drafted token, if the grammar fails or forbids the token, or
+        if the output must end behind it.
+
+        bitmask: the row's mask, already filled.
+        problem: error of the row's grammar; None without one.
+        """
         if problem is not None:
             bitmask[:] = 255  # the row's token is ignored
             self.failed(matched, problem)
@@ -141,7 +151,7 @@ def allowed_tokens(
     grammars: None on an engine without grammars.
     chunks: the step's chunks in the order of the batch.
     logits: [rows, vocab], the step's logits; only their width and device are used.
-    budget: bounds the forced tokens of the next step.
+    budget: bounds the next step's forced tokens, the only ones that a grammar allows.
     """
     first, row = list[_Matched](), 0
     for chunk in chunks:

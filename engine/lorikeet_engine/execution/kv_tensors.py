@@ -28,11 +28,11 @@ def kv_shape(
 ) -> tuple[int, ...]:
     """Return the shape of the tensor that holds `pages` KV pages.
 
-    The shape is [layers of a page, 2, pages, page_size, kv_heads, kv_head_dim]; the second
-    dimension is keys and values. The model's KvGroups say which layers share a page. If layers have
-    keys of different widths, the last two dimensions are 1 and the elements of a token in a piece,
-    which layers share (KvPlace.part). With latent attention, the second dimension is 1: a token's
-    latent and shared key.
+    The shape is [pieces of a page, 2, pages, page_size, kv_heads, kv_head_dim]; the second
+    dimension is keys and values. A piece holds a layer's keys and values; the model's KvGroups say
+    which layers share a page. If layers have keys of different widths, several narrow layers share
+    a piece, and the last two dimensions are 1 and the elements of a token in a piece. With latent
+    attention, the second dimension is 1: a token's latent and shared key.
 
     shape: part of the base model that this rank computes.
     """
@@ -59,12 +59,13 @@ def kv_width(shape: BaseShape, layer: int, device: str) -> int:
 
 
 def parts_of_pages(config: ModelConfig, shape: BaseShape, kv: torch.Tensor) -> tuple[int, ...]:
-    """Return into how many parts each group of layers divides the pieces of its pages.
+    """Return, for each group of layers, how many of its layers fit into one piece of a page.
 
-    Empty if no group divides them.
+    A piece holds one layer's keys and values, or those of several layers if they are narrower.
+    Empty if every group has one layer in a piece.
 
     shape: part of the base model that this rank computes.
-    kv: as allocated by allocate_kv.
+    kv: tensor of the KV pages.
     """
     if shape.full is None:
         return ()
@@ -75,9 +76,11 @@ def parts_of_pages(config: ModelConfig, shape: BaseShape, kv: torch.Tensor) -> t
 
 
 def with_parts(batch: Batch, parts: Sequence[int], page_size: int) -> Batch:
-    """Return a batch whose page numbers count parts of pages, as layer_of_piece views them.
+    """Return a batch with page number p · n instead of p, where a piece of a page has n parts.
 
-    parts: see parts_of_pages.
+    Attention reads each part of a piece, the keys and values of one layer, as a page of its own.
+
+    parts: number of parts for each group of layers, from parts_of_pages.
     """
     tables = tuple(
         table if n == 1 else replace(table, pages=table.pages * np.int32(n))

@@ -54,7 +54,7 @@ class LeadingRunner(ModelRunner):
         *,
         graphs: bool = True,
     ) -> None:
-        """Have the followers launch a step. Raises DeviceLost after any error, as `for_good` does.
+        """Have the followers launch a step. Raises DeviceLost after any error.
 
         Call right before the step's `forward`, or if `graphs` is False before its `forward_eager`.
 
@@ -73,11 +73,11 @@ class LeadingRunner(ModelRunner):
                 self._group.broadcast_tokens(tokens)
 
     def forward(self, batch: Batch, scores: LogitsReader | None = None) -> torch.Tensor:
-        """Return the result of ModelRunner.forward. Raises DeviceLost after any error."""
+        """Return the batch's logits, as ModelRunner.forward; any error becomes DeviceLost."""
         with for_good():
             return super().forward(batch, scores)
 
     def forward_eager(self, batch: Batch, scores: LogitsReader | None = None) -> torch.Tensor:
-        """Return the result of ModelRunner.forward_eager. Raises DeviceLost after any error."""
+        """Return the batch's logits without CUDA graphs; any error becomes DeviceLost."""
         with for_good():
             return super().forward_eager(batch, scores)

@@ -103,8 +103,9 @@ def count_states_and_pages(
 ) -> tuple[int, int]:
     """Return the number of slots for states of delta nets, and the number of KV pages.
 
-    There are 0 slots in a model without delta nets. Raises SettingsError as count_states and
-    count_pages do.
+    There are 0 slots in a model without delta nets. Raises SettingsError if the memory that the
+    settings allow is too little for max_running states or for one sequence's pages, or more than is
+    free.
 
     shape: part of the base model that this process computes.
     memory: free memory of the device after all other parts have taken theirs; the states are taken
@@ -208,7 +209,7 @@ def count_slots(elements: int, shape: BaseShape, at_least: int) -> int:
 
 
 def page_needs(config: ModelConfig, settings: EngineSettings) -> PageNeeds:
-    """Return a PageNeeds, which computes the KV pages of sequences with this model and settings."""
+    """Return a PageNeeds, which tells how many KV pages sequences of a given length take."""
     windows = config.kv_groups.windows
     return PageNeeds(settings.page_size, windows, settings.max_batch_tokens)
 

@@ -62,9 +62,9 @@ class StorePages:
 
 @dataclass(frozen=True, slots=True)
 class FetchPages:
-    """Command to copy pages to the device, and to report the number of damaged ones.
+    """Command to copy pages to the device, and to report how many have a wrong checksum.
 
-    number: number of the copy, negative: other numbers are those of adapters' images.
+    number: number of the copy; negative, since the others are those of copies of adapters.
     """
 
     number: int
@@ -74,7 +74,7 @@ class FetchPages:
 class RankPages:
     """Host memory for KV pages of one rank, and copies to and from it.
 
-    kv: KV pages, as allocated by allocate_kv (kv_tensors.py).
+    kv: tensor of the KV pages on the device.
     host: memory of host_memory (residency/host_arena.py), int64: a row of words for each page, and
         its checksum at the end.
     """
@@ -100,8 +100,8 @@ class RankPages:
     def fetch(self, copies: Sequence[PageCopy]) -> Callable[[], int]:
         """Prepare a copy of pages to the device, behind all steps launched so far.
 
-        Returns a function that copies, waits for the end and returns the number of damaged pages.
-        On CUDA it is to be called on another thread.
+        Returns a function that copies, waits for the end and returns the number of pages with a
+        wrong checksum. On CUDA it is to be called on another thread.
         """
         return partial(self._fetch, copies)
 
@@ -166,14 +166,18 @@ class CudaRankPages(RankPages):
         self._stored[1] = self._storing.record_event()
 
     def fetch(self, copies: Sequence[PageCopy]) -> Callable[[], int]:
-        """Prepare a copy of pages to the device, behind all steps and stores launched so far."""
+        """Prepare a copy of pages to the device, behind all steps and stores launched so far.
+
+        Returns a function that copies, waits for the end and returns the number of pages with a
+        wrong checksum.
+        """
         launched = torch.cuda.current_stream(self.device).record_event()
         return partial(self._fetch_behind, copies, launched, self._storing.record_event())
 
     def _fetch_behind(
         self, copies: Sequence[PageCopy], steps: torch.cuda.Event, stores: torch.cuda.Event
     ) -> int:
-        """Copy pages from the host in parts, and wait for the end.
+        """Copy pages from the host in parts; wait; return the number with a wrong checksum.
 
         steps: event behind which the pages on the device may be written to.
         stores: event behind which the host has the pages.
@@ -218,7 +222,9 @@ class CudaRankPages(RankPages):
 
 
 class PageCopies:
-    """Copies of KV pages that the engine's thread has all ranks make, as HostPages decides.
+    """Copies of KV pages between GPU and host memory, in all ranks. For the engine's thread.
+
+    The KV cache's HostPages decides which pages are copied.
 
     slots: number of pages for which the host has room.
     page_bytes: bytes of a page on one GPU.
@@ -232,8 +238,10 @@ class PageCopies:
         followers: Followers | None,
         wake: Callable[[], None],
     ) -> None:
-        """Copy pages of this rank and of the followers.
+        """Begin without copies.
 
+        own: host memory for this rank's pages.
+        followers: processes of the other ranks; None without tensor parallelism.
         wake: called, perhaps on another thread, when a fetch is over.
         """
         self.slots, self.page_bytes = slots, page_bytes
@@ -244,7 +252,7 @@ class PageCopies:
         self._fetches = 0
 
     def before_plan(self, cache: KVCache) -> None:
-        """End fetches that are over, and tell the cache how many pages may be stored."""
+        """End fetches that are over; tell the cache how many pages may be stored in this step."""
         assert cache.host is not None, "copies without host memory"
         for fetch in [each for each, future in self._under_way.items() if future.done()]:
             damaged = self._under_way.pop(fetch).result()
@@ -254,7 +262,7 @@ class PageCopies:
         cache.host.room = self._own.room
 
     def after_plan(self, cache: KVCache) -> None:
-        """Begin the copies that a plan needs, before its step is launched."""
+        """Begin the copies that the cache chose during a plan, before the step is launched."""
         host = cache.host
         assert host is not None, "copies without host memory"
         if host.to_store:
@@ -271,7 +279,7 @@ class PageCopies:
         host.to_fetch.clear()
 
     def abandon(self) -> None:
-        """Wait for the fetches in flight, whose pages nobody will use."""
+        """Wait at most 10 s for the fetches in flight, whose pages nobody will use."""
         wait(self._under_way.values(), _ABANDON_S)
         self._under_way.clear()
 
@@ -316,7 +324,7 @@ def allocate_rank_pages(
 
     Returns None, and logs the reason, if a rank's host memory cannot be allocated or holds no page.
 
-    kv: KV pages, as allocated by allocate_kv.
+    kv: tensor of the KV pages on the device.
     groups: number of groups of layers.
     least: returns the smallest of the numbers that the ranks pass to it.
     """
@@ -365,7 +373,7 @@ def buffer_bytes(page_bytes: int, settings: EngineSettings, groups: int) -> int:
 
 
 def _buffers(page_bytes: int, settings: EngineSettings, groups: int) -> tuple[int, int]:
-    """Return the number of pages of half a buffer for stores, and of the buffer for fetches."""
+    """Return the number of pages in each half of the buffer for stores, and in that for fetches."""
     step = groups * -(-settings.max_batch_tokens // settings.page_size)
     half = max(1, min(step, _HALF_BYTES // page_bytes))
     return half, max(1, min(half, _PART_BYTES // page_bytes))

@@ -23,7 +23,7 @@ class AttentionBuffers:
     Both tensors have one dimension, with room for the largest step's elements in the layers with
     the widest heads. Captured passes may share them.
 
-    latent: see AttentionShape.
+    latent: width of an output's head with latent attention; 0: as wide as a query's.
     """
 
     queries: torch.Tensor
@@ -137,8 +137,8 @@ class _GraphSplitter:
     ) -> torch.Tensor:
         """End a graph before attention, and begin the next.
 
-        Returns the buffer that holds attention's output when the next graph is replayed. Arguments:
-        see AttentionBackend.attend.
+        Returns the buffer that holds attention's output when the next graph is replayed. Keeps the
+        arguments, which are AttentionBackend.attend's, for calling attention at each replay.
         """
         queries, outputs = self._buffers.of(len(q), q.shape[1:])
         queries.copy_(q)

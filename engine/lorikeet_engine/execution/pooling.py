@@ -27,7 +27,7 @@ _PIECE_ROWS = 256  # of heads, whose weights are gathered at once: with 8,192 co
 
 @dataclass(frozen=True, slots=True)
 class ReadPooled:
-    """Values of the prompts that a step pooled, read by the host.
+    """Embeddings or head's scores of the prompts that a step completed, read by the host.
 
     errors: by request id, the error of requests whose values are not finite.
     """
@@ -37,7 +37,9 @@ class ReadPooled:
 
 
 class PooledPrompts:
-    """Pools the prompts that one step completes: `compute` launches the work, `wait` returns it.
+    """Embeddings or head's scores of the prompts that one step completes.
+
+    `compute` launches the work, `wait` returns its results.
 
     Implements LogitsReader (prompt_scores.py).
     """
@@ -104,7 +106,7 @@ class PooledPrompts:
             self._scores.append(Download(products.sum(1) + weights.arena[b + label].float()))
 
     def wait(self) -> ReadPooled:
-        """Wait for the values; return the values of sequences that have not finished."""
+        """Wait for the results; return those of sequences that have not finished."""
         values = list[tuple[Chunk, torch.Tensor]]()
         if self._states is not None:
             values += zip((chunk for chunk, _ in self._plain), self._states.wait(), strict=True)
@@ -139,7 +141,7 @@ class PooledPrompts:
 
 
 def pools(chunk: Chunk) -> bool:
-    """Whether a chunk completes a prompt that is to be pooled, or is part of a mean."""
+    """Whether a chunk completes a prompt that is to be pooled, or counts in a prompt's mean."""
     sequence = chunk.sequence
     return sequence.request.pools is not None and (chunk.completes or _has_mean(sequence))
 

@@ -63,8 +63,8 @@ class PromptScores:
     def __init__(self, chunks: list[Chunk], scored: list[ScoredRows], max_running: int) -> None:
         """Collect the prompt tokens to score.
 
-        chunks: the step's chunks in the order of the batch; one for each sequence to score.
-        scored: tokens to score, each range in one of the chunks.
+        chunks: the step's chunks in the order of the batch; a sequence to score has one of them.
+        scored: ranges of prompt tokens to score, each within its sequence's chunk.
         max_running: maximum number of sequences of a step, which is as many rows of logits as are
             computed at once.
         """

@@ -13,14 +13,24 @@ Floats = np.ndarray | None
 
 
 class RowAnswer(NamedTuple):
-    """A follower's answer to a RowQuestion: RowFacts as arrays."""
+    """A follower's answer to a RowQuestion: facts of its rows of a linear.
+
+    squares [d_out] float32: of each row of W + B·A, the sum of squares over the follower's inputs;
+        None if the question has no A and B.
+    bias [d_out] float32: the bias that the follower adds; None: it adds none.
+    """
 
     squares: Floats
     bias: Floats
 
 
 class RowQuestion(NamedTuple):
-    """Question to a follower for facts of its rows of a linear: see BaseRows.facts."""
+    """Question to a follower for facts of its rows, needed to pack DoRA's gains and biases.
+
+    layer: index of the decoder layer.
+    linear: index of the linear in BaseShape.modules.
+    a, b: the follower's parts of A and of scaled, transposed B; None if no squares are needed.
+    """
 
     layer: int
     linear: int
@@ -35,7 +45,7 @@ class RowQuestion(NamedTuple):
 
 
 class RankRows:
-    """Rows of the base model in all ranks: a BaseRows, which asks followers for their parts."""
+    """BaseRows of all ranks: rows of the base model's linears; followers answer for their own."""
 
     def __init__(self, own: ServedRows, followers: Followers | None) -> None:
         """Start without a question.
@@ -53,7 +63,13 @@ class RankRows:
         a: torch.Tensor | None = None,
         b: torch.Tensor | None = None,
     ) -> RowFacts:
-        """Return facts of the rows of a linear that a rank keeps: see BaseRows.facts.
+        """Return sums of squares and bias of the rows of a linear that a rank keeps.
+
+        rank: the tensor parallel rank.
+        layer: index of the decoder layer.
+        linear: index of the linear in BaseShape.modules.
+        a, b: the rank's parts of A [rank, d_in] and of scaled, transposed B [rank, d_out], on the
+            CPU; None if no squares are needed.
 
         Raises DeviceLost if the rank's process is gone.
         """

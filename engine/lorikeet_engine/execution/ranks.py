@@ -30,9 +30,10 @@ _MESSAGES_BYTES = 32 << 20  # enough for a few messages without long page tables
 
 @dataclass(frozen=True, slots=True)
 class StartFollower:
-    """Command to join the other ranks, load the rank's part of the model, and allocate its arena.
+    """Command to join the other ranks, load the rank's part of the model, and allocate its arena,
+    the memory of adapters on its GPU.
 
-    load: picklable function that reads the base model, as load_model does.
+    load: picklable function that reads the base model from its folder.
     rendezvous: file through which the ranks find one another (RankGroup).
     """
 
@@ -98,7 +99,7 @@ class LeadingRank(OneRank):
     def __init__(self, settings: EngineSettings, load: Any) -> None:
         """Start the other ranks and connect to them.
 
-        load: picklable function that reads the base model, as load_model does.
+        load: picklable function that reads the base model from its folder.
 
         Raises SettingsError if there are too few GPUs or the model cannot be divided among the
         ranks, ModelError if config.json cannot be served, and DeviceLost if a rank does not
@@ -181,9 +182,12 @@ def _in_reach() -> Iterator[None]:
 
 
 def start_ranks(settings: EngineSettings, load: Any) -> OneRank:
-    """Start the processes of an engine's other GPUs. Raises what LeadingRank raises.
+    """Start the processes of an engine's other GPUs, if it has several.
 
-    load: picklable function that reads the base model, as load_model does.
+    load: picklable function that reads the base model from its folder.
+
+    Raises SettingsError if there are too few GPUs or the model cannot be divided among them,
+    ModelError if config.json cannot be served, and DeviceLost if a process does not connect.
     """
     return LeadingRank(settings, load) if settings.tensor_parallel > 1 else OneRank()
 

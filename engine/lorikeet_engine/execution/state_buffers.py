@@ -9,7 +9,7 @@ _PADDING = -1  # slot of no sequence, and sequence of no chunk
 
 
 class StateBuffers:
-    """StateRows at fixed addresses, for the captured passes of a model with delta nets.
+    """Tensors at fixed addresses that tell captured passes where sequences' delta net states are.
 
     Entries beyond those of a step are padding, which belongs to no sequence.
 
@@ -91,5 +91,5 @@ def _fill(static: torch.Tensor, given: torch.Tensor) -> None:
 
 
 def _chunks(tokens: int) -> int:
-    """Return the maximum number of chunks of a pass of `tokens` tokens."""
+    """Return the maximum number of chunks (of up to CHUNK tokens) of a pass of `tokens` tokens."""
     return tokens // CHUNK + min(StateBuffers.prompts, tokens // 2)

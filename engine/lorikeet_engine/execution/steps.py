@@ -67,7 +67,7 @@ class ModelRunner:
         attention: computes attention for batches that the graphs do not fit.
         weights: memory of the adapters' weights; None for an engine that serves only the base
             model.
-        kv: KV pages, a tensor as allocated by allocate_kv (kv_tensors.py).
+        kv: tensor of the KV pages on the device (allocate_kv in kv_tensors.py).
         graphs: captured with this model, weights and kv; used for batches that fit them.
         states: states of delta nets; None for a model without delta nets.
         """
@@ -135,7 +135,8 @@ class ModelRunner:
     def forward_eager(self, batch: Batch, scores: LogitsReader | None = None) -> torch.Tensor:
         """Compute the result of `forward` without CUDA graphs.
 
-        scores: as for `forward`.
+        scores: reader of logits of prompt tokens, besides the returned ones; None: no prompt is
+            scored.
         """
         batch = self._placed(batch)
         self._attention.plan(batch)
@@ -144,8 +145,8 @@ class ModelRunner:
         return self._logits(hidden, batch, scores)
 
     def _placed(self, batch: Batch) -> Batch:
-        """Return the batch with page numbers as with_parts numbers the pages of each group of
-        layers.
+        """Return the batch with page numbers that count parts of pages, if several layers share a
+        piece of a page; else the batch itself.
         """
         return with_parts(batch, self._kv_parts, self.kv.shape[3]) if self._kv_parts else batch
 
@@ -252,8 +253,8 @@ class ForwardPass:
 
     chunks: the step's chunks in the order of the batch.
     logits: [Σ Chunk.rows, vocab], on the device.
-    scores: scores of the step's prompts; None if no prompt is scored.
-    pooled: values of the step's prompts; None if no prompt is pooled.
+    scores: log probabilities of the prompts' tokens; None if no prompt is scored.
+    pooled: embeddings or head's scores of the prompts; None if no prompt is pooled.
     """
 
     chunks: list[Chunk]
@@ -279,9 +280,10 @@ class InFlightStep:
 
     chunks: the step's chunks in the order of the batch.
     sample: tokens that the step samples.
-    scores: scores of the step's prompts; None if no prompt is scored.
-    pooled: values of the step's prompts; None if no prompt is pooled.
-    forced, followed: as in AllowedTokens.
+    scores: log probabilities of the prompts' tokens; None if no prompt is scored.
+    pooled: embeddings or head's scores of the prompts; None if no prompt is pooled.
+    forced: by row, the tokens that a grammar requires after the sampled token.
+    followed: by a sequence's first row, how many of its drafted tokens can be accepted.
     """
 
     chunks: list[Chunk]

@@ -140,8 +140,8 @@ def _run(
     depth: tokens of each sequence before those in the step.
     graphs: whether CUDA graphs may be used; False compiles the kernels of steps that are too large
         for graphs.
-    vectors: whether the adapters may have vectors for linears.
-    composed: whether the slots may be compositions'.
+    vectors: whether the adapters may have DoRA's gains or biases.
+    composed: whether the slots may be those of compositions, several adapters added up.
     """
     each = (rank, rank, min(rank, 1))
     leases = [
@@ -236,7 +236,7 @@ def random_kv(kv: torch.Tensor) -> Iterator[None]:
 
     With zeros in the pages, a GPU takes less power, and steps may seem faster than real steps.
 
-    kv: [layers, 2, pages, …].
+    kv: KV pages, [pieces of a page, keys and values, pages, …].
     """
     drawn = torch.randn(min(_RANDOM_PAGES, kv.shape[2]), *kv.shape[3:], device=kv.device)
     drawn = drawn.to(kv.dtype)

@@ -81,7 +81,7 @@ class ExpertTensor:
     def pieces(self) -> Iterator[bytes]:
         """Yield the tensor's bytes in blob_dtype, one source at a time.
 
-        Raises AdapterRejected as SavedTensor.pieces does.
+        Raises AdapterRejected if a file ends early, or if float32 cannot hold a float64 value.
         """
         for source in self.sources:
             yield self.arrange(_words(source)).tobytes()
@@ -102,11 +102,12 @@ def name_parameters(
     layer has wrappers of both, their shapes tell which is which; if it has only one, the config's
     target_parameters tell. Of experts without gates, the inner wrapper is that of up_proj. A linear
     whose weight is targeted as a parameter gets the weight's name.
-    Pairs of a parameter that PEFT took the other way round are transposed: A is then [rank ·
-    experts, d_in], ordered by ranks, and B [d_out, experts · rank], by experts.
+    Some releases of PEFT took a parameter's inputs for its outputs, so that A and B are swapped.
+    Such pairs are transposed: A is then [rank · experts, d_in], ordered by ranks, and B [d_out,
+    experts · rank], by experts.
 
-    Also returns the kind of base model (experts_kind) as whose the pairs were read, if their shapes
-    do not show their orientation; else an empty text.
+    Also returns "gpt-oss" or "another base model", as whose the pairs were read, if their shapes do
+    not show their orientation; else an empty text.
 
     pairs: A and B by module, in the trainer's naming.
     raw: PEFT's config.
@@ -160,7 +161,7 @@ def _hidden_size(pairs: Mapping[str, Pair]) -> int | None:
 
 
 def _widths(parameter: str, pair: Pair) -> tuple[int, int]:
-    """Return the width that is the hidden size if a pair is not transposed, and if it is.
+    """Return the width that is the hidden size if A and B are not swapped, then that if they are.
 
     parameter: parameter that the pair adapts: gate_up_proj or down_proj.
     """
@@ -169,7 +170,8 @@ def _widths(parameter: str, pair: Pair) -> tuple[int, int]:
 
 
 def _shown_old(parameter: str, pair: Pair, hidden: int | None) -> bool | None:
-    """Whether a pair is transposed, by the base model's hidden size; None if it does not decide.
+    """Whether a pair's A and B are swapped, as some releases of PEFT save them; None if the hidden
+    size does not show it.
 
     parameter: parameter that the pair adapts: gate_up_proj or down_proj.
     hidden: the base model's hidden size, if it is known.
@@ -199,7 +201,8 @@ def _is_old(parameter: str, raw: Mapping[str, Any], warn: Callable[[str], object
 def _is_swapped(
     parameter: str, pair: Pair, raw: Mapping[str, Any], warn: Callable[[str], object]
 ) -> bool:
-    """Whether PEFT took a parameter of gpt-oss's experts as [experts, out, in], so transposed.
+    """Whether PEFT took a parameter of gpt-oss's experts as [experts, out, in], so that A and B are
+    swapped.
 
     That depends on the release of transformers as well: 0.19.0 does with transformers 5, and later
     releases do with transformers 4.
@@ -277,7 +280,7 @@ def stack_experts(
 ) -> tuple[dict[str, Mapping[str, Stored]], LoraConfig]:
     """Convert all pairs on experts to a blob's form; return the tensors by module, and the config.
 
-    pairs: A and B by canonical module; pairs of modules that are not experts are returned
+    pairs: A and B by module, named as in blobs; pairs of modules that are not experts are returned
         unchanged.
     config: config for the modules of `pairs`. The returned config is for the returned modules.
 

@@ -24,7 +24,7 @@ _OLD_BLOCK, _BLOCK = ".block_sparse_moe.", ".mlp."
 
 
 def experts_kind(*, clamped: bool) -> str:
-    """Return the kind of base model, of the two whose experts' parameters have other orientations.
+    """Return "gpt-oss" or "another base model": their experts' parameters differ in orientation.
 
     clamped: whether the base model is gpt-oss.
     """
@@ -32,12 +32,14 @@ def experts_kind(*, clamped: bool) -> str:
 
 
 def is_of_experts(module: str) -> bool:
-    """Whether a module belongs to experts. Its name may be the trainer's or the canonical one."""
+    """Whether a module belongs to experts. Its name may be the trainer's or that in blobs."""
     return (_EXPERTS.fullmatch(module) or LISTED.fullmatch(module)) is not None
 
 
 def is_listed(module: str) -> bool:
-    """Whether a module, given by its canonical name, is of one of Unsloth's lists of experts."""
+    """Whether a module, given by its name in blobs, is of one of Unsloth's lists of experts'
+    linears, gate_up_projs and down_projs.
+    """
     match = NUMBERED.fullmatch(module)
     return match is not None and match[3] in (GATE_UPS, DOWNS)
 

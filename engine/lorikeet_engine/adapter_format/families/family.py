@@ -170,7 +170,7 @@ class Linear:
 
     @property
     def gathers(self) -> bool:
-        """Whether the linear's input is a token id, so images hold A by columns: [d_in, rank]."""
+        """Whether the input is a token id, so packed weights hold A by columns: [d_in, rank]."""
         return self.inputs is Width.VOCABULARY
 
     @property
@@ -267,12 +267,15 @@ class ExpertKeys:
 
 @dataclass(frozen=True, slots=True)
 class RecurrentKeys:
-    """Keys of config.json for a family's delta nets or Mamba 2 mixers. See RecurrentShape.
+    """Keys of config.json for a family's delta nets or Mamba 2 mixers.
 
-    conv_bias: whether the convolution has a bias; None: it has none.
-    expand: width of all value heads together, as a multiple of hidden_size; it replaces a value_dim
-        "auto". None: the family has no such key.
-    time_limits: smallest and largest time step of Mamba 2; None for delta nets.
+    key_heads, value_heads: keys for the numbers of heads.
+    key_dim, value_dim: keys for the widths of a head.
+    convolution: key for the number of tokens that the convolution reads.
+    conv_bias: key that says whether the convolution has a bias; None: it has none.
+    expand: key for the width of all value heads together, as a multiple of hidden_size; it replaces
+        a value_dim "auto". None: the family has no such key.
+    time_limits: key for the smallest and largest time step of Mamba 2; None for delta nets.
     """
 
     key_heads: str
@@ -289,7 +292,7 @@ class RecurrentKeys:
 class Family:
     """Description of a family of base models.
 
-    linears: adaptable linears of each decoder layer, in the order of the adapters' table.
+    linears: adaptable linears of each decoder layer, in the order of LoraWeights.table's columns.
     switches: keys of config.json that only some families read, and common keys with an unusual
         default; each with its default, as in transformers' class of the family.
     qkv_bias: whether q, k and v have biases, whatever attention_bias says.

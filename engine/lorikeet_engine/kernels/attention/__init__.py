@@ -35,8 +35,8 @@ def choose_attention(shapes: Sequence[AttentionShape], device: torch.device) -> 
     kernels for heads that are too wide for it; torch on CPUs.
 
     On CUDA, torch's attention is used only if there are no kernels for a shape. Raises
-    SettingsError if FlashInfer is not installed, if KV pages are FP8 and the GPU has no FP8, or as
-    check_latents does.
+    SettingsError if FlashInfer is not installed, if KV pages are FP8 and the GPU has no FP8, or if
+    latent attention has widths that the kernels do not take.
 
     shapes: for each kind of heads that the model's layers have, its shape, with the windows of its
         groups of layers; in the order of these groups.
@@ -64,9 +64,10 @@ def choose_attention(shapes: Sequence[AttentionShape], device: torch.device) -> 
 
 
 def check_latents(latent: int, rotary: int) -> None:
-    """Raise SettingsError unless GPU kernels of latent attention take latents of this width.
+    """Raise SettingsError unless GPU kernels of latent attention take these widths.
 
-    latent, rotary: elements of a token's latent, and of the key that all heads share.
+    latent, rotary: elements of a token's latent, and of the key that all heads share. Both must be
+        powers of two from 16, and latents have at most 512.
     """
     if any(width < 16 or width & (width - 1) for width in (latent, rotary)) or latent > 512:
         raise SettingsError(

@@ -14,7 +14,7 @@ from lorikeet_engine.kernels.fp8_kv import KvScales
 
 
 class AttentionByHeads:
-    """AttentionBackend that has a back end for each range of groups of layers."""
+    """AttentionBackend for models whose layers differ in their heads: a back end for each kind."""
 
     def __init__(self, backends: Sequence[tuple[range, AttentionBackend]]) -> None:
         """Take the back ends, in the order of the groups.
@@ -25,7 +25,7 @@ class AttentionByHeads:
         self._planned = list[PlannedSequences]()
 
     def plan(self, batch: PagedSequences) -> None:
-        """See AttentionBackend.plan."""
+        """Prepare each back end for a batch, once per step, before the first `attend`."""
         self._planned = [_of_groups(batch, groups) for groups, _ in self._backends]
         for (_, backend), planned in zip(self._backends, self._planned, strict=True):
             backend.plan(planned)
@@ -40,7 +40,7 @@ class AttentionByHeads:
         group: int = 0,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """See AttentionBackend.attend."""
+        """Compute a layer's attention with the back end of its group (AttentionBackend.attend)."""
         index = next(i for i, (groups, _) in enumerate(self._backends) if group in groups)
         groups, backend = self._backends[index]
         given = (layer_kv, self._planned[index], scales, window, group - groups.start, sinks)
@@ -48,15 +48,21 @@ class AttentionByHeads:
 
 
 class CapturableByHeads(AttentionByHeads):
-    """AttentionByHeads whose back ends can all be captured."""
+    """AttentionByHeads whose back ends can all be captured in CUDA graphs."""
 
     def __init__(self, backends: Sequence[tuple[range, CapturableAttention]]) -> None:
-        """Take the back ends, as AttentionByHeads does."""
+        """Take the back ends, in the order of the groups.
+
+        backends: pairs of a range of groups of layers, and the back end of these layers.
+        """
         super().__init__(backends)
         self._capturable = backends
 
     def captured(self, tokens: int, pages: torch.Tensor) -> AttentionByHeads:
-        """See CapturableAttention.captured."""
+        """Return back ends to capture in a CUDA graph for steps of up to `tokens` query tokens.
+
+        pages [groups, pages of all sequences of a step] int32: buffer for KV page numbers.
+        """
         return AttentionByHeads(
             [
                 (groups, backend.captured(tokens, pages[groups.start : groups.stop]))

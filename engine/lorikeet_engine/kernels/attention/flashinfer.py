@@ -133,7 +133,10 @@ class FlashInferAttention:
             self._planned.record()
 
     def plan(self, batch: PagedSequences) -> None:
-        """See AttentionBackend.plan. The first call raises errors of compiling the kernels."""
+        """Prepare attention of a batch, once per step, before the first layer's `attend`.
+
+        The first call waits for the kernels to be compiled, and raises errors of compiling.
+        """
         self._compiled.result()
         self._planned.synchronize()  # the next plan reuses the pinned buffer of the last
         is_decode = np.diff(batch.query_starts) == 1
@@ -192,7 +195,7 @@ class FlashInferAttention:
         group: int = 0,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """See AttentionBackend.attend."""
+        """Compute attention of the planned batch in one layer (AttentionBackend.attend)."""
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         split = self._split
         if window in self._group_pages:
@@ -237,7 +240,10 @@ class FlashInferAttention:
         return mixed[..., :-missing].contiguous() if missing else mixed
 
     def captured(self, tokens: int, pages: torch.Tensor) -> PagedDecode:
-        """Return a PagedDecode to capture in the CUDA graph for steps of up to `tokens` tokens."""
+        """Return a PagedDecode to capture in the CUDA graph for steps of up to `tokens` tokens.
+
+        pages [groups, pages of all sequences of a step] int32: buffer for KV page numbers.
+        """
         needed = workspace_bytes(self._shape, tokens)
         if needed > len(self._workspace):
             self._workspace = self._workspace.new_empty(needed)

@@ -124,10 +124,10 @@ class HopperPrefill:
     def attend(
         self, q: torch.Tensor, layer_kv: torch.Tensor, out: torch.Tensor | None
     ) -> torch.Tensor:
-        """Compute AttentionBackend.attend for the planned batch.
+        """Compute causal attention of the planned batch in one layer; return it, like q.
 
         q: queries whose heads are padded to the width of the heads in KV pages.
-        layer_kv: as for AttentionBackend.attend.
+        layer_kv [2, pages, page_size, kv_heads, kv_head_dim]: keys and values of the layer.
         out: contiguous tensor for the result; None: allocate one.
         """
         if out is None:

@@ -56,8 +56,9 @@ def _merge(
 ) -> None:
     """Merge the results of one token, for the query heads that share one key head.
 
-    Operands: see `merge`. group: number of query heads that share a key head. members: `group`
-        rounded up to a power of two.
+    own, own_lse, parts, parts_lse, places, out: arguments of `merge`.
+    group: number of query heads that share a key head.
+    members: `group` rounded up to a power of two.
     """
     row = tl.program_id(0)
     head = tl.program_id(1)

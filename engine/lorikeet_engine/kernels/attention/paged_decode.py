@@ -69,7 +69,7 @@ class PagedDecode:
         self._many = tokens * shape.kv_heads >= 1024
 
     def plan(self, batch: PagedSequences) -> None:
-        """See AttentionBackend.plan."""
+        """Copy the work of a batch to the buffers that graphs read, before its first `attend`."""
         windows, device = self._shape.windows, self._pages.device
         for window, items in self._items.items():
             first, groups = windows.index(window), windows.count(window)
@@ -89,7 +89,7 @@ class PagedDecode:
         group: int = 0,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """See AttentionBackend.attend."""
+        """Compute attention of the planned batch in one layer (AttentionBackend.attend)."""
         shape, sharing = self._shape, self._shape.heads // self._shape.kv_heads
         out = q.new_empty(*q.shape[:2], shape.value_dim)
         scale = math.log2(math.e) * shape.score_scale
@@ -125,8 +125,8 @@ class PagedDecode:
 def workspace_bytes(shape: AttentionShape, tokens: int) -> int:
     """Return the bytes that the partial results of a step of `tokens` query tokens need.
 
-    The result of an item (see the module) has, for each query head, a value of float32 and the
-    log2 of the sum of exponentials.
+    There is one for each item, a piece of the tokens that a query token attends to. For each query
+    head, it has a value of float32 and the log2 of the sum of exponentials.
     """
     return 4 * _capacity(shape, tokens) * shape.heads * (shape.value_dim + 1)
 
@@ -218,7 +218,7 @@ def _decode(
     done: number of finished items of each query token and key head.
     scale: factor of the scores. cap: log₂(e) times the soft cap, None without one.
     value_scale: factor of FP8 values; None for other dtypes.
-    sinks: see AttentionBackend.attend.
+    sinks [heads]: a logit more in each head's softmax, without a value; None: no sinks.
     plane: number of elements from a key in layer_kv to the value of the same token and head.
     tail: elements of a key behind its first kv_dim, which are its value then (AttentionShape.tail).
     rows: `group` rounded up to what tl.dot supports. block: number of tokens read at once.
