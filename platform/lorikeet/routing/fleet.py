@@ -140,7 +140,8 @@ class Fleet:
     def on_adapter_found(self, replica: str, digest: str, tier: Residency) -> None:
         """Record the tier at which a replica had an adapter when it accepted a request.
 
-        Of a composition only the tier GPU is recorded: it is that of each of its adapters.
+        Of a composition (several adapters applied together) only the tier GPU is recorded, which
+        is then that of each of its adapters.
         """
         with self._lock:
             members = member_digests(digest)

@@ -29,8 +29,9 @@ PrefixHashes = tuple[int, ...]
 class AdapterLocations:
     """Index of the replicas that hold or load each adapter, updated by replica, read by adapter.
 
-    A composition is at the tier of its farthest adapter, and is loading where each of its adapters
-    is loading or on the GPU. `moved` of updates and `set_tier` name single adapters.
+    A composition (several adapters applied together) is at the tier of its farthest adapter, and is
+    loading where each of its adapters is loading or on the GPU. `set_tier` and a StatusUpdate's
+    `moved` take digests of single adapters; the other methods take those of compositions too.
     """
 
     def __init__(self) -> None:
