@@ -48,6 +48,8 @@ class EndedRequests:
 
     The oldest records are dropped first. Records are kept as few large objects: many small
     long-lived objects would fragment the heap and keep freed memory from the operating system.
+
+    All times are seconds of the clock that gives `now_s` of `keep`.
     """
 
     def __init__(self, most_bytes: int) -> None:

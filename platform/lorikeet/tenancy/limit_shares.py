@@ -129,7 +129,7 @@ class LimitShares:
         """Return the share of a subject's limits.
 
         A new subject starts with an equal share: 1/N for N gateways. In a gateway that has not yet
-        agreed with the others, a new subject starts with FLOOR / N.
+        agreed with the others, a new subject starts with the least share, FLOOR / N.
         """
         own = self._own.get(subject)
         if own is None:

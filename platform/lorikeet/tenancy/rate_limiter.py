@@ -501,7 +501,10 @@ def _changed(
 
     Returns None if `per_min` is None: no limit.
 
-    kind, per_min, burst_s, share: as in TokenBucket.
+    kind: unit of the limit, used for a new bucket: "requests", "tokens" or "bytes".
+    per_min: the whole limit, of all gateways together.
+    burst_s: capacity of the whole limit, in seconds of its rate.
+    share: fraction of the limit that this gateway enforces.
     """
     if per_min is None:
         return None
