@@ -86,7 +86,7 @@ async def prove_parity(
     lock: lock that lets one proof at a time try variants.
     score: runs a request; returns the log-probabilities of each prompt's tokens from the second.
 
-    Raises InvalidInput for probes that the engine cannot score, and EngineError.
+    Raises InvalidInput for probes that the engine cannot score, EngineError if a request fails.
     """
     return await _Proof(test, info, blobs, fetch, score).run(lock)
 

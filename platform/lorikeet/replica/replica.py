@@ -114,7 +114,7 @@ class Replica:
 
         An answer is two AnswerHeaders and then bytes; if the answer fails, a Refusal replaces the
         items that are missing. Closing this generator aborts an unfinished request and frees its KV
-        pages and adapter lease.
+        pages and its lease of the adapter (which keeps it on the GPU).
 
         A call with a log (the outputs of replicas that were lost with it) goes on with their
         answer: the items before the log's end, which the client has, are not sent again.

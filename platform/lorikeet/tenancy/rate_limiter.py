@@ -222,7 +222,10 @@ class RateLimiter:
         takes_tokens: bool = True,
         in_batch: bool = False,
     ) -> "RateLimitHold":
-        """Admit a request and return its hold. Raises Overloaded, InsufficientQuota, RateLimited.
+        """Admit a request and return its hold, which counts it against its limits.
+
+        Raises Overloaded if the gateway is full, InsufficientQuota if the month's budget is used
+        up, RateLimited beyond a limit of the tenant or key.
 
         takes_tokens: False for a request that generates nothing, which no token limit refuses.
         in_batch: True for a line of a batch, which only the month's budget refuses.
@@ -346,9 +349,13 @@ class RateLimitHold:
         self._reading = False
 
     def check(self, *, takes_tokens: bool) -> None:
-        """Admit and count the request. Raises Overloaded, InsufficientQuota, RateLimited.
+        """Admit and count the request, before its body arrives.
 
-        The request is counted before its body arrives.
+        Raises Overloaded if the gateway is full, InsufficientQuota if the month's budget is used
+        up, RateLimited beyond a limit of the tenant or key.
+
+        takes_tokens: False for a request that generates nothing: budget and token limits do not
+            refuse it.
         """
         now = self._limiter.clock()
         if not self._in_batch:

@@ -383,7 +383,8 @@ class PromptEncoder:
     def _syntax(self, *, renders_tools: bool) -> ToolSyntax | None:
         """Return the model's syntax of tool calls; None if it has no known one.
 
-        Returns HARMONY for each template in Harmony, because all its answers are in messages.
+        Returns HARMONY for each template in Harmony (gpt-oss' format), even if it shows no tools,
+        because all its answers are in messages; None if the tokenizer lacks Harmony's marks.
 
         renders_tools: whether the chat template shows tools to the model.
         """
