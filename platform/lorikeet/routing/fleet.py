@@ -159,9 +159,9 @@ class Fleet:
     def take_silent(self) -> dict[str, list[str]]:
         """Mark silent replicas as lost; return the ids of their requests in flight.
 
-        A replica is silent if it sent a status before, but none for SILENT_S seconds, in all of
-        which other replicas' were recent: if all fall silent, this gateway or the machine is slow.
-        To be called several times a second.
+        A replica is silent if it sent a status before, but none in the last SILENT_S seconds. No
+        replica counts as silent if at any time in these seconds all were late: then this gateway
+        or the machine is slow. To be called several times a second.
         """
         with self._lock:
             now_s = self._clock()
@@ -358,7 +358,7 @@ class Fleet:
 
     def _retry_lost(self, now_s: float) -> None:
         """Use lost replicas again after LOST_S seconds: a healthy replica may have lost only its
-        feed.
+        stream of status updates.
         """
         again = [name for name, since_s in self._lost_s.items() if now_s - since_s >= LOST_S]
         for name in again:

@@ -105,8 +105,11 @@ class AdapterLocations:
             holders[digest] = (*holders.get(digest, ()), replica)
 
     def loading_on(self, digest: str) -> Collection[str]:
-        """Return the replicas where requests wait for the adapter, on the GPU already or still
-        loading.
+        """Return the replicas where requests wait for the adapter, whether it is still being loaded
+        or on the GPU already.
+
+        For a composition: where requests wait for one of its adapters at least, and each is being
+        loaded or on the GPU.
         """
         if "*" not in digest:
             return self._loading.get(digest, ())
@@ -130,7 +133,7 @@ class AdapterLocations:
         return len(new) / len(members)
 
     def add_waiting(self, replica: str, digest: str) -> None:
-        """Add one to the requests that wait for the adapter at a replica."""
+        """Add one to the requests without a first token that wait for the adapter at a replica."""
         for member in member_digests(digest):
             self._loading.setdefault(member, Counter())[replica] += 1
 

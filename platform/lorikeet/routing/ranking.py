@@ -72,6 +72,7 @@ def capacity_per_s(
 class RoutingRequest(NamedTuple):
     """Request as routing sees it.
 
+    work: numbers of prompt tokens and sequences, and the adapter's rank and size.
     adapter: None for the base model.
     prefix_hashes: result of the function `prefix_hashes` for the prompt; empty if unknown.
     tenant: None if the request has none.

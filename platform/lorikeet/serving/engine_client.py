@@ -372,7 +372,9 @@ class ServeEngineClient:
 
 
 async def _leave_silent_replicas(fleet: Fleet, buffers: ResponseBuffers) -> None:
-    """Move the answers of silent replicas to others; answers that cannot move stay."""
+    """Move the answers of silent replicas (Fleet.take_silent) to others, again and again until
+    cancelled; answers that cannot move stay.
+    """
     while True:
         due_s = time.monotonic() + _SILENCE_CHECK_S
         await asyncio.sleep(_SILENCE_CHECK_S)
@@ -390,7 +392,9 @@ async def _leave_silent_replicas(fleet: Fleet, buffers: ResponseBuffers) -> None
 
 
 async def _leave_stopping_replicas(fleet: Fleet, buffers: ResponseBuffers) -> None:
-    """Move answers from replicas that Serve no longer lists to others, _LEAVE_S after that.
+    """Move answers from replicas that Serve no longer lists to others, _LEAVE_S seconds after that.
+
+    Runs until cancelled.
 
     Serve takes a replica from its list before it stops it, and then waits for the replica's calls.
     Nothing moves while Serve lists no other replica.
