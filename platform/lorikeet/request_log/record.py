@@ -82,8 +82,8 @@ class RequestRecord:
     code, param: code and field of the error that ended the request.
     replica, residency, load_s: answering replica, tier at which it found the adapter, and seconds
         of the adapter's load, from the AnswerHeader.
-    running, waiting: numbers of sequences on the replica that decode, and that wait or compute their
-        prompt, from the AnswerHeader.
+    running, waiting: numbers of sequences on the replica that decode, and that wait or compute
+        their prompt, from the AnswerHeader.
     attempts: attempts of replicas, in order.
     resumed: reasons why other replicas went on with the answer, in order.
     usage: None unless the answer is complete.

@@ -254,7 +254,9 @@ class RateLimiter:
         return [self._subject_limits(*owner) for owner in owners if _any_limit(owner[1])]
 
     def uses(self, tenant: TenantRecord, key: KeyRecord) -> dict[str, list[LimitUse]]:
-        """Return the use of the limits on requests, by owner: `tenant` and `key`."""
+        """Return the use of the limits that a tenant and its key have on each minute, on requests
+        at once, on context and on the month, by owner: `tenant` and `key`.
+        """
         now = self.clock()
         found: dict[str, list[LimitUse]] = {"tenant": [], "key": []}
         owned = (("tenant", tenant.limits, None), ("key", key.limits, key.id))
