@@ -75,7 +75,7 @@ class EndedRequests:
             self._pack(now_s)
 
     def find(self, request_id: str, since_s: float) -> RequestRecord | None:
-        """Return the record of a request; None if unknown or ended before `since_s`."""
+        """Return the record of a request; None if it is unknown or ended before `since_s`."""
         found = self._newest.get(request_id) or self._find_packed(request_id)
         if found is None:
             return None

@@ -218,7 +218,8 @@ class Fleet:
     def rank_replicas(
         self, request: RoutingRequest, queue_length: Callable[[str], int | None] = lambda _: None
     ) -> list[Candidate[str]]:
-        """Return a sample of replicas, ordered by expected cost; empty if there are no replicas.
+        """Return a sample of replicas, and those with a part of the prompt cached, ordered by
+        expected cost; empty if there are no replicas.
 
         queue_length: returns Serve's count of requests at a replica, used for replicas without
             recent status.

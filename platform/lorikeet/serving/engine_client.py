@@ -480,7 +480,8 @@ class _Course:
             self.fleet.on_first_bytes(self.sent.attempt_id)
 
     def attempt(self, failure: str | None = None) -> Attempt:
-        """Return what the answer's stream tells of the present attempt: replica, wait, candidates.
+        """Return the item that tells the answer's readers of the present attempt: its replica, wait
+        and candidates.
 
         failure: error message; None: the replica has begun to answer.
         """

@@ -14,7 +14,7 @@ from lorikeet_engine.residency.eviction_score import EvictionPolicy, RecentUses,
 class SimulatedAdapter:
     """An adapter in the arena, a GPU's memory for adapters.
 
-    leases: number of requests that use it now; it is not evicted while there are any.
+    leases: number of requests that use it now, plus 1 if it is pinned; it is evicted only at 0.
     loading: whether it is still being copied to the GPU.
     score: eviction score at its last use.
     ranked: score under which the heap of eviction candidates has the adapter; None: the heap does

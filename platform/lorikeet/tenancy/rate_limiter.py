@@ -225,7 +225,8 @@ class RateLimiter:
         """Admit a request and return its hold, which counts it against its limits.
 
         Raises Overloaded if the gateway is full, InsufficientQuota if the month's budget is used
-        up, RateLimited beyond a limit of the tenant or key.
+        up, RateLimited beyond a limit of the tenant or key, or if too many of the tenant's requests
+        have sent no body yet.
 
         takes_tokens: False for a request that generates nothing, which no token limit refuses.
         in_batch: True for a line of a batch, which only the month's budget refuses.
@@ -254,8 +255,8 @@ class RateLimiter:
         return [self._subject_limits(*owner) for owner in owners if _any_limit(owner[1])]
 
     def uses(self, tenant: TenantRecord, key: KeyRecord) -> dict[str, list[LimitUse]]:
-        """Return the use of the limits that a tenant and its key have on each minute, on requests
-        at once, on context and on the month, by owner: `tenant` and `key`.
+        """Return the use of the limits per minute and per month, on requests at once and on
+        context, by owner: `tenant` and `key`.
         """
         now = self.clock()
         found: dict[str, list[LimitUse]] = {"tenant": [], "key": []}
@@ -354,7 +355,8 @@ class RateLimitHold:
         """Admit and count the request, before its body arrives.
 
         Raises Overloaded if the gateway is full, InsufficientQuota if the month's budget is used
-        up, RateLimited beyond a limit of the tenant or key.
+        up, RateLimited beyond a limit of the tenant or key, or if too many of the tenant's requests
+        have sent no body yet.
 
         takes_tokens: False for a request that generates nothing: budget and token limits do not
             refuse it.
