@@ -77,8 +77,11 @@ def _by_model(value: object, given: ValidationInfo) -> object:
     """Return a setting's values by base model, from one value for all base models or from
     `a=4,b=1`.
 
-    Base models that `a=4,b=1` does not name get the field's default. Raises ValueError.
+    Base models that `a=4,b=1` does not name get the field's default.
 
+    Raises ValueError for an unknown base model, a name that comes twice, or a missing value.
+
+    value: one value, a text such as `a=4,b=1`, or a mapping by base model.
     given: the field's name, and the fields validated before, among them the base models.
     """
     models = given.data.get("base_models", {})

@@ -56,10 +56,10 @@ tokens from the second to the last.
 
 
 class _Candidate(NamedTuple):
-    """Hypothesis that was tried.
+    """Tried hypothesis of why the replica's log-probabilities differ from the trainer's.
 
     reason: the hypothesis in words, with a remedy.
-    scores: log-probabilities of the sample's tokens under the hypothesis.
+    scores: the replica's log-probabilities of the sample's tokens under the hypothesis.
     """
 
     cause: GapCause
@@ -77,10 +77,16 @@ async def prove_parity(
 ) -> Parity:
     """Score a trainer's probes with the served adapter, judge the difference and explain it.
 
-    blobs: folder of the disk cache, where the adapter's blob lies and variants are written.
-    lock: lock that lets one proof at a time try variants.
+    Probes are token sequences with the trainer's own log-probabilities. Variants are changed
+    copies of the adapter, such as with another scaling, that may explain the difference.
 
-    Raises InvalidInput for probes that the engine cannot score, and EngineError.
+    test: the adapter, the probes, and the bounds of an accepted difference.
+    blobs: folder of the disk cache, where the adapter's blob lies and variants are written.
+    fetch: downloads an adapter's blob from the store to a file.
+    lock: lock that lets one proof at a time try variants.
+    score: runs a request; returns the log-probabilities of each prompt's tokens from the second.
+
+    Raises InvalidInput for probes that the engine cannot score, EngineError if a request fails.
     """
     return await _Proof(test, info, blobs, fetch, score).run(lock)
 
@@ -143,8 +149,10 @@ class _Proof:
     ) -> tuple[GapCause, str]:
         """Return the cause of a gap that rounding does not explain, and the cause in words.
 
-        served: scores of the sample with the served adapter, whose gap is `gap`.
-        noise: mean of |Δ| that rounding explains.
+        served: the replica's log-probabilities of the sample with the served adapter.
+        gap: their difference from the trainer's.
+        base: the same difference of the base model alone; None if the trainer gave too few values.
+        noise: mean of |Δ| (the absolute difference, nats) that rounding explains.
         """
         if base is not None and base.mean >= gap.mean / 2:
             return self._of_base(base)
@@ -180,7 +188,10 @@ class _Proof:
         )
 
     def _of_base(self, base: Gap) -> tuple[GapCause, str]:
-        """Return the cause of a gap that the base model has without the adapter as well."""
+        """Return the cause, and the cause in words, of a gap that the base model has as well.
+
+        base: the gap (difference from the trainer's log-probabilities) without the adapter.
+        """
         info, trained = self._info, self._test.probes.dtype
         differs = f"the base model alone differs by {base.mean:.2g} nats"
         if base.mean <= _ROUNDED_NATS and info.quantization is not None:
@@ -218,7 +229,10 @@ class _Proof:
             file.unlink(missing_ok=True)
 
     async def _tried(self, blob: Path, served: np.ndarray) -> AsyncIterator[_Candidate]:
-        """Score the sample with variants of a blob; yield those that the engine can load."""
+        """Score the sample with variants of a blob; yield those that the engine can load.
+
+        served: the replica's log-probabilities of the sample with the served adapter.
+        """
         due_s, facts = time.monotonic() + _TRY_S, self._test.probes
         for variant in variants(blob, facts.scaling):
             if time.monotonic() > due_s:
@@ -236,6 +250,9 @@ class _Proof:
 
         The best of a few factors is refined by the change of the log-probabilities that it causes:
         to first order, they change in proportion to the scaling.
+
+        served: the replica's log-probabilities of the sample with the served adapter.
+        due_s: time.monotonic() after which the search ends.
         """
         assert self._base is not None
         wanted = self._trained - self._base
@@ -272,7 +289,11 @@ class _Proof:
                 return None
 
     async def _scores(self, probes: Sequence[Probe], adapter: AdapterRef | None) -> np.ndarray:
-        """Return the log-probabilities of the scored tokens of all probes together."""
+        """Return the replica's log-probabilities of all probes' scored tokens (those for which the
+        trainer gave one), concatenated.
+
+        adapter: None for the base model alone.
+        """
         self._tries += 1
         request = Request(
             f"{self._test.request_id}-parity-{self._tries}",
@@ -320,9 +341,10 @@ def _reason(variant: Variant) -> str:
 
 @asynccontextmanager
 async def _written(blob: Path, variant: Variant) -> AsyncIterator[str]:
-    """Write a variant into the blob's folder for the time of the context; yield its digest.
+    """Write a variant of a blob into its folder for the time of the context; yield its digest.
 
-    A blob that is there already, such as another version of the adapter, is used and stays.
+    If the folder already has a file with that digest, such as another version of the adapter, that
+    file is used and stays.
     """
     part = blob.parent / f"{blob.name}.{uuid.uuid4().hex}.part"
     try:

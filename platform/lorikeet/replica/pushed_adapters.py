@@ -56,8 +56,9 @@ _REMEMBERED_TRANSFERS = 256
 
 
 class _Held(NamedTuple):
-    """Adapter that a gateway's request keeps in host memory, until the time `until_s` of the event
-    loop.
+    """Adapter that a gateway's request keeps in host memory.
+
+    until_s: end of this hold, by the event loop's clock.
     """
 
     ref: AdapterRef
@@ -65,8 +66,9 @@ class _Held(NamedTuple):
 
 
 class PushedAdapters:
-    """Receiver of pushed adapters on one replica, which keeps them in host memory while their
-    gateways ask for it. For one event loop.
+    """Receiver of pushed adapters (uploaded to a gateway that passes them on) on one replica.
+
+    Keeps them in host memory while their gateways ask for it. For one event loop.
 
     Constructor arguments:
     folder: folder of the disk cache.
@@ -110,7 +112,9 @@ class PushedAdapters:
                 return await self._state(digest)
 
     def unpinned(self, digest: str) -> None:
-        """Forget a gateway's hold of an adapter whose pin the controller has removed."""
+        """Forget that a gateway keeps an adapter in host memory, since the controller has removed
+        its pin.
+        """
         self._held.pop(digest, None)
 
     async def _expect(self, message: ExpectPushed) -> HoldState:
@@ -172,6 +176,8 @@ class PushedAdapters:
     def _copy_file(self, digest: str, file: str) -> bool:
         """Link or copy a gateway's verified blob into the disk cache; return whether that
         worked.
+
+        file: path of the blob on the gateway's machine.
         """
         path = self._path(digest, uuid.uuid4().hex)
         try:

@@ -114,10 +114,10 @@ class Replica:
 
         An answer is two AnswerHeaders and then bytes; if the answer fails, a Refusal replaces the
         items that are missing. Closing this generator aborts an unfinished request and frees its KV
-        pages and adapter lease.
+        pages and its lease of the adapter (which keeps it on the GPU).
 
-        A call with a log goes on with the answer of a lost replica: the items before the log's end,
-        which the client has, are not sent again.
+        A call with a log (the outputs of replicas that were lost with it) goes on with their
+        answer: the items before the log's end, which the client has, are not sent again.
 
         Yields one item: None once the whole answer is in the gateway's stream, or the Refusal of a
         call that the engine did not accept or whose answer cannot reach its gateway.
@@ -167,7 +167,9 @@ class Replica:
                 yield await stream.take()
 
     async def smoke(self, test: SmokeTest) -> SmokeResult | Refusal:
-        """Run a smoke test of an adapter; return a Refusal if the test cannot be completed."""
+        """Run a smoke test (a few prompts with the adapter and without it); return a Refusal if the
+        test cannot be completed.
+        """
         try:
             decode = self._encoder.backend.decode
             return await run_smoke_test(test, self.name, decode, self._complete)
@@ -175,8 +177,9 @@ class Replica:
             return _refuse(error)
 
     async def parity(self, test: ParityTest) -> Parity | Refusal:
-        """Prove an adapter's parity with its trainer; return a Refusal if the probes cannot be
-        scored.
+        """Compare this replica's log-probabilities with those of an adapter's trainer.
+
+        Returns a Refusal if the probes (the trainer's token sequences) cannot be scored.
         """
         try:
             at = self._blobs, self._fetch_blob
@@ -294,7 +297,10 @@ class Replica:
         self._outputs.fail_all(error)
 
     def close(self) -> None:
-        """Write the usage of slots to the store and stop the engine. Safe to call twice."""
+        """Write the usage of GPU slots and adapter loads to the store, then stop the engine.
+
+        Safe to call twice.
+        """
         self._metering.close()
         self._requests.close()
         self._engine.close()
@@ -368,8 +374,9 @@ class Replica:
 async def _replay(
     encoded: EncodedCall, answer: Answer, sender: AnswerSender
 ) -> tuple[tuple[int, ...] | None, ...]:
-    """Bring an answer to the end of its log; return the tokens of each choice, None for a choice
-    that has ended.
+    """Feed an answer the outputs that lost replicas made for it (the call's log).
+
+    Returns the tokens of each choice so far, None for a choice that has ended.
 
     Other tasks of the event loop run meanwhile: a token takes some 20 µs.
     """
@@ -388,7 +395,7 @@ async def _replay(
 def _rest_of(request: Request, made: tuple[tuple[int, ...] | None, ...]) -> Request:
     """Return the request for the rest of an answer, without limits on the wait for its beginning.
 
-    made: tokens of each choice; None for a choice that has ended.
+    made: tokens that other replicas made for each choice; None for a choice that has ended.
     """
     scheduling = replace(request.scheduling, max_queue_s=None, max_load_s=None)
     return replace(request, scheduling=scheduling, made=made)

@@ -162,8 +162,11 @@ class RequestBuilder:
     async def _tried(self, call: Call, prepared: PreparedCall) -> PreparedCall:
         """Try a call's grammar in the sandbox; return the prepared call.
 
-        The time that the trial took is subtracted from the call's queue time. Raises the errors of
-        GrammarSandbox.check.
+        The time that the trial took is subtracted from the time that the call may still wait in
+        the engine's queue.
+
+        Raises InvalidInput if the grammar is invalid or too complex (SchemasRefused if the schemas
+        at fault may be left out of it), and EngineOverloaded if it cannot be tried in time.
         """
         began_s = time.monotonic()
         assert prepared.tried_grammar is not None

@@ -15,9 +15,9 @@ _LAST_FLUSH_S = 10.0
 
 
 class SlotMetering:
-    """Usage ledger of a replica, and the thread that writes it to the store.
+    """Ledger of the seconds for which tenants' adapters held GPU slots, and of adapter loads.
 
-    Gateways count the tokens of requests.
+    A thread writes it to the store every `interval_s`. Gateways count requests and tokens.
     """
 
     def __init__(
@@ -29,7 +29,7 @@ class SlotMetering:
         self._writer.start()
 
     def close(self) -> None:
-        """Write all usage to the store. The engine must still be running."""
+        """Write all usage to the store and stop the thread. The engine must still be running."""
         self._writer.close(_LAST_FLUSH_S)
 
     def _collect(self) -> None:

@@ -62,8 +62,8 @@ class StatusFeed:
         return self._held.get(digest, Residency.REMOTE)
 
     def update(self) -> StatusUpdate:
-        """Return a status update with the engine's current live stats, for example for an answer's
-        header.
+        """Return a status update with the engine's current live stats (its load) alone, for example
+        for an answer's header.
         """
         self._seq += 1
         return StatusUpdate(self._seq, self._status.live)

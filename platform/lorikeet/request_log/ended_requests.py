@@ -48,6 +48,8 @@ class EndedRequests:
 
     The oldest records are dropped first. Records are kept as few large objects: many small
     long-lived objects would fragment the heap and keep freed memory from the operating system.
+
+    All times are seconds of the clock that gives `now_s` of `keep`.
     """
 
     def __init__(self, most_bytes: int) -> None:
@@ -73,7 +75,7 @@ class EndedRequests:
             self._pack(now_s)
 
     def find(self, request_id: str, since_s: float) -> RequestRecord | None:
-        """Return the record of a request; None if unknown or ended before `since_s`."""
+        """Return the record of a request; None if it is unknown or ended before `since_s`."""
         found = self._newest.get(request_id) or self._find_packed(request_id)
         if found is None:
             return None

@@ -48,7 +48,8 @@ class WaitingRequest(NamedTuple):
 class GatewayTraffic(NamedTuple):
     """Traffic of one gateway.
 
-    seconds: counts of events by Unix second.
+    seconds: for each recent Unix second, the number of events of each kind in it.
+    waiting: requests that wait for their first token now.
     """
 
     seconds: Mapping[int, Second]
@@ -56,7 +57,10 @@ class GatewayTraffic(NamedTuple):
 
 
 class RecentTraffic:
-    """Recent traffic of one gateway, and of all gateways through its peers. For one event loop."""
+    """Recent traffic of one gateway, and of all gateways, which it asks through `peers`.
+
+    For one event loop.
+    """
 
     def __init__(self, peers: Peers, request_log: RequestLog) -> None:
         self._peers, self._request_log = peers, request_log

@@ -82,7 +82,8 @@ class RequestRecord:
     code, param: code and field of the error that ended the request.
     replica, residency, load_s: answering replica, tier at which it found the adapter, and seconds
         of the adapter's load, from the AnswerHeader.
-    running, waiting: numbers of requests on the replica, from the AnswerHeader.
+    running, waiting: numbers of sequences on the replica that decode, and that wait or compute
+        their prompt, from the AnswerHeader.
     attempts: attempts of replicas, in order.
     resumed: reasons why other replicas went on with the answer, in order.
     usage: None unless the answer is complete.
@@ -144,7 +145,9 @@ class RequestRecord:
 
     @property
     def drafts(self) -> tuple[DraftCounts, ...]:
-        """Numbers of drafted tokens of all choices by source; () without any."""
+        """Numbers of drafted (speculative) and of accepted tokens of all choices, by source of the
+        drafts; () without any.
+        """
         each = [counts for timings in self.timings for counts in timings.drafts]
         return tuple(
             DraftCounts(
@@ -178,7 +181,7 @@ class RequestTrace:
     """Writer of one request's record; a RequestObserver that sees each item of the answer.
 
     Constructor arguments:
-    running: called when the call begins.
+    running: called with this trace when the request is sent to a replica.
     ended: called with the record when the request ends.
     """
 

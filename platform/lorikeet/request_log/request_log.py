@@ -75,7 +75,7 @@ class RequestLog:
         return self._ended.held_bytes
 
     async def find(self, asked_id: str, tenant: str | None = None) -> Json:
-        """Return the explanation of a request from any gateway.
+        """Return the explanation (`explain`: times and facts as JSON) of a request of any gateway.
 
         Raises NotFound for an unknown request and, indistinguishably, for another tenant's. Raises
         Unavailable if not all gateways answer.
@@ -102,7 +102,8 @@ class RequestLog:
         )
 
     async def recent(self, tenant: str) -> Json:
-        """Return the explanations of a tenant's running and last requests, the newest first.
+        """Return the explanations (`explain`) of a tenant's requests of all gateways: `data` has
+        the running and the last ended ones, the newest first, RECENT at most.
 
         `silent` is the number of gateways that did not answer, None if none could be asked.
         """

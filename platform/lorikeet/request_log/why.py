@@ -20,8 +20,8 @@ def explain(record: RequestRecord, *, for_admin: bool) -> Json:
     between processes, and the client's reading. If the answer has several choices, the stages are
     the slowest choice's.
 
-    for_admin: include facts about other requests: the router's expected costs, and the requests
-        running and waiting on the replica.
+    for_admin: include facts about other requests: the router's expected costs, and the numbers of
+        sequences that decode and that wait on the replica.
     """
     explanation = {
         "id": record.request_id,

@@ -140,7 +140,8 @@ class Fleet:
     def on_adapter_found(self, replica: str, digest: str, tier: Residency) -> None:
         """Record the tier at which a replica had an adapter when it accepted a request.
 
-        Of a composition only the tier GPU is recorded: it is that of each of its adapters.
+        Of a composition (several adapters applied together) only the tier GPU is recorded, which
+        is then that of each of its adapters.
         """
         with self._lock:
             members = member_digests(digest)
@@ -158,9 +159,9 @@ class Fleet:
     def take_silent(self) -> dict[str, list[str]]:
         """Mark silent replicas as lost; return the ids of their requests in flight.
 
-        A replica is silent if it sent a status before, but none for SILENT_S seconds, in all of
-        which other replicas' were recent: if all fall silent, this gateway or the machine is slow.
-        To be called several times a second.
+        A replica is silent if it sent a status before, but none in the last SILENT_S seconds. No
+        replica counts as silent if at any time in these seconds all were late: then this gateway
+        or the machine is slow. To be called several times a second.
         """
         with self._lock:
             now_s = self._clock()
@@ -217,7 +218,8 @@ class Fleet:
     def rank_replicas(
         self, request: RoutingRequest, queue_length: Callable[[str], int | None] = lambda _: None
     ) -> list[Candidate[str]]:
-        """Return a sample of replicas, ordered by expected cost; empty if there are no replicas.
+        """Return a sample of replicas, and those with a part of the prompt cached, ordered by
+        expected cost; empty if there are no replicas.
 
         queue_length: returns Serve's count of requests at a replica, used for replicas without
             recent status.
@@ -357,7 +359,7 @@ class Fleet:
 
     def _retry_lost(self, now_s: float) -> None:
         """Use lost replicas again after LOST_S seconds: a healthy replica may have lost only its
-        feed.
+        stream of status updates.
         """
         again = [name for name, since_s in self._lost_s.items() if now_s - since_s >= LOST_S]
         for name in again:

@@ -29,8 +29,9 @@ PrefixHashes = tuple[int, ...]
 class AdapterLocations:
     """Index of the replicas that hold or load each adapter, updated by replica, read by adapter.
 
-    A composition is at the tier of its farthest adapter, and is loading where each of its adapters
-    is loading or on the GPU. `moved` of updates and `set_tier` name single adapters.
+    A composition (several adapters applied together) is at the tier of its farthest adapter, and is
+    loading where each of its adapters is loading or on the GPU. `set_tier` and a StatusUpdate's
+    `moved` take digests of single adapters; the other methods take those of compositions too.
     """
 
     def __init__(self) -> None:
@@ -104,8 +105,11 @@ class AdapterLocations:
             holders[digest] = (*holders.get(digest, ()), replica)
 
     def loading_on(self, digest: str) -> Collection[str]:
-        """Return the replicas where requests wait for the adapter, on the GPU already or still
-        loading.
+        """Return the replicas where requests wait for the adapter, whether it is still being loaded
+        or on the GPU already.
+
+        For a composition: where requests wait for one of its adapters at least, and each is being
+        loaded or on the GPU.
         """
         if "*" not in digest:
             return self._loading.get(digest, ())
@@ -129,7 +133,7 @@ class AdapterLocations:
         return len(new) / len(members)
 
     def add_waiting(self, replica: str, digest: str) -> None:
-        """Add one to the requests that wait for the adapter at a replica."""
+        """Add one to the requests without a first token that wait for the adapter at a replica."""
         for member in member_digests(digest):
             self._loading.setdefault(member, Counter())[replica] += 1
 

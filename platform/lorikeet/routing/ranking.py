@@ -72,6 +72,7 @@ def capacity_per_s(
 class RoutingRequest(NamedTuple):
     """Request as routing sees it.
 
+    work: numbers of prompt tokens and sequences, and the adapter's rank and size.
     adapter: None for the base model.
     prefix_hashes: result of the function `prefix_hashes` for the prompt; empty if unknown.
     tenant: None if the request has none.
@@ -94,14 +95,14 @@ class RoutingStatus:
 
     running: decoding sequences.
     ranks: sum of the LoRA ranks of the distinct adapters of decoding sequences.
-    context: sum over decoding sequences of the tokens attended to (StepCosts.decode_sees).
+    context: sum over decoding sequences of the tokens that one decode attends to, averaged over the
+        model's layers.
     waiting: requests without a first token.
     waiting_tokens: prompt tokens of waiting requests.
-    waiting_seen: sum over waiting prompts of the tokens that their tokens attend to
-        (`seen_tokens`).
+    waiting_seen: number of pairs of a token of a waiting prompt and a token that it attends to.
     loading_bytes: bytes of the adapters being loaded to the GPU.
-    room_bytes: bytes of the GPU's arena that are free or can be evicted now; None: unknown, assumed
-        to be enough.
+    room_bytes: bytes of the GPU's arena (its memory for adapters) that are free or can be evicted
+        now; None: unknown, assumed to be enough.
     """
 
     running: int = 0
@@ -253,7 +254,8 @@ def expected_cost(work: Work, option: ReplicaOption[R]) -> Cost:
 
 
 def evicted_uses(new_bytes: int, free_bytes: int, victim_bytes: int, victim_uses: float) -> float:
-    """Estimate the recent uses of the adapters that an arena would evict for a new adapter.
+    """Estimate the recent uses of the adapters that would be evicted for a new adapter from an
+    arena, a GPU's memory for adapters.
 
     new_bytes: size of the new adapter.
     free_bytes: free bytes of the arena.

@@ -65,7 +65,7 @@ class InFlightRequest:
 
     @property
     def seen(self) -> int:
-        """Sum of the tokens that each uncached prompt token attends to; see `seen_tokens`."""
+        """Number of pairs of an uncached prompt token and a token that it attends to."""
         return seen_tokens(self.tokens, self.request.work.prompt_tokens - self.tokens)
 
     @property
@@ -170,7 +170,8 @@ class TrackedReplica:
 
         locations: adapters of all replicas.
         cached_tokens: prompt tokens that the replica has computed before.
-        queue_length: Serve's count of all gateways' requests at the replica; see `status`.
+        queue_length: Serve's count of all gateways' requests at the replica, used if the last
+            status is stale; None: unknown.
         fetchable: whether any replica is expected to be able to fetch the request's adapter.
         """
         status, queue_share = self.status(now_s, queue_length), self._queue_share(request.tenant)

@@ -25,7 +25,8 @@ def autoscaling(min_replicas: int, max_replicas: int, **delays: float) -> Autosc
     """Return Serve's autoscaling configuration with PressureScalingPolicy.
 
     min_replicas, max_replicas: limits on the number of replicas.
-    delays: seconds before scaling up or down, by the names of ScalingDelays' fields.
+    delays: seconds before scaling up or down: upscale_s, downscale_s and sole_copies_s, the fields
+        of ScalingDelays.
     """
     return AutoscalingConfig(
         min_replicas=min_replicas,
@@ -42,9 +43,11 @@ def autoscaling(min_replicas: int, max_replicas: int, **delays: float) -> Autosc
 
 
 class PressureScalingPolicy:
-    """Policy object that Serve calls: applies `scale` to a deployment's metrics.
+    """Policy that Serve calls to choose a deployment's number of replicas.
 
-    delays: fields of ScalingDelays.
+    It gives the pressure on the replicas to `scale` (placement/scaling.py), which decides.
+
+    delays: seconds before scaling up or down: the fields of ScalingDelays.
     """
 
     def __init__(self, **delays: float) -> None:
@@ -74,9 +77,11 @@ class PressureScalingPolicy:
 def _recent_pressures(
     metrics: Mapping[str, Mapping[Any, Any]], now_s: float
 ) -> list[ReplicaPressure]:
-    """Return the pressure on each replica whose stats are recent.
+    """Return the pressure (use of memory, waits, load) on each replica whose last stats are at most
+    _STALE_S seconds old.
 
     metrics: time series by metric name, then by replica.
+    now_s: current time, by the clock of the series' timestamps.
     """
     pressures = []
     for replica, series in metrics.get("arena_bytes", {}).items():

@@ -39,7 +39,9 @@ _STORE_TIMEOUT_S = 2.0
 
 
 class Controller:
-    """Control loop that plans adapters from catalog and reports, and sends replicas their part.
+    """Control loop that plans which replicas pin and prefetch which adapters, and tells them.
+
+    The plan follows from the pins in the catalog (the registry of adapters) and replicas' reports.
 
     A restart loses no state for long: the new controller computes the same plan, and learns demand
     from replicas' reports.
@@ -169,7 +171,10 @@ class Controller:
         return render(controller_metrics(pins, replicas, self._survey_s), {})
 
     async def _keep_snapshots(self) -> None:
-        """Write a snapshot whenever one is due; a separate task, so that ticks are not delayed."""
+        """Write a snapshot of the catalog whenever one is due, until cancelled.
+
+        A separate task, so that the control loop is not delayed.
+        """
         while True:
             await asyncio.sleep(_SNAPSHOT_PERIOD_S)
             if not self._catalog.snapshot_due:
@@ -182,7 +187,9 @@ class Controller:
                 log.info("snapshot_made", extra={"seq": seq})
 
     async def _compact_usage(self) -> None:
-        """Merge the usage files of recent hours, every hour, so that new readers read few files."""
+        """Merge the usage files of today and yesterday every hour, until cancelled, so that new
+        readers read few files.
+        """
         while True:
             await asyncio.sleep(_COMPACTION_PERIOD_S)
             try:

@@ -254,7 +254,12 @@ class Gateway:
             self._admin_listener = AdminListener(settings.admin_address)
 
     async def answer_peer(self, asker: str, question: str, *arguments: Any) -> list[Any]:
-        """Return the answer to another gateway's question; see `ServePeers.answer_peer`."""
+        """Return the answer to another gateway's question in a list; [] if this gateway asked.
+
+        asker: name of the gateway that asks.
+        question: name under which the question's handler is registered.
+        arguments: arguments of the handler.
+        """
         return await self._peers.answer_peer(asker, question, *arguments)
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
@@ -304,7 +309,9 @@ def _batches(settings: Settings, store: ObjectStore) -> BatchStore | None:
 
 
 def _batch_lines(settings: Settings) -> int:
-    """Return the number of batches' lines that a replica gets at once, if all get equally many."""
+    """Return the number of batches' lines (their single requests) that a replica gets at once from
+    all gateways, if all replicas get equally many; 0 without batches.
+    """
     return 0 if settings.files_bytes is None else settings.max_running * settings.gateways
 
 

@@ -128,9 +128,9 @@ class ServeEngineClient:
         Closing this generator cancels the call, and the replica aborts the request. A client's
         disconnect is noticed in gateway/client_disconnect.py.
 
-        Raises Unavailable if no replica answers; ReplicasLost if the request seems to be the
-        reason; GenerationFailed if the replica's code failed, or if the answer or its end was lost
-        on the way from a replica that is alive.
+        Raises Unavailable if no replica answers; ReplicasLost if two replicas were lost just after
+        they took the call, which may be the reason; GenerationFailed if the replica's code failed,
+        or if the answer or its end was lost on the way from a replica that is alive.
         """
         run_call = self._run_call[base_model]
         course = _Course(_fleet(run_call), _seeded(encoded).to_send())
@@ -158,7 +158,9 @@ class ServeEngineClient:
                 course.fleet.on_ended(course.sent.attempt_id)
 
     async def smoke(self, base_model: str, test: SmokeTest) -> SmokeResult | Refusal:
-        """Run a smoke test on a replica.
+        """Run a smoke test (prompts with an adapter and without it) on a replica.
+
+        Returns the replica's Refusal if the test cannot be completed.
 
         Raises Unavailable if the replica is lost, GenerationFailed if the replica's code failed.
         """
@@ -169,7 +171,9 @@ class ServeEngineClient:
             raise _translated(error, test.request_id) from error
 
     async def parity(self, base_model: str, test: ParityTest) -> Parity | Refusal:
-        """Prove an adapter's parity with its trainer on a replica.
+        """Let a replica compare its log-probabilities with those of an adapter's trainer.
+
+        Returns the replica's Refusal if the trainer's token sequences cannot be scored.
 
         Raises Unavailable if the replica is lost, GenerationFailed if the replica's code failed.
         """
@@ -199,9 +203,10 @@ class ServeEngineClient:
         return await self._deliveries[base_model].deliver(ref, blob)
 
     async def expect(self, base_model: str, digest: str, blob: Path, size_bytes: int) -> None:
-        """Let the replicas on this machine pack a pushed adapter while its file is still being
-        written.
+        """Let the replicas on this machine pack (bring into the engine's layout) a pushed adapter
+        while its file is still being written.
 
+        digest: the adapter's SHA-256 as its client claims.
         blob: file that the gateway writes.
         size_bytes: size of the complete file.
         """
@@ -262,8 +267,11 @@ class ServeEngineClient:
         Return the item that announces that the other replica goes on with the answer; None if the
         answer begins anew.
 
-        Raises Unavailable if the call is sent to no other replica, ReplicasLost if the request
-        seems to be the reason.
+        course: state of the call, which is changed.
+        error: failure of the attempt.
+
+        Raises Unavailable if the call is sent to no other replica, ReplicasLost if two replicas
+        were lost just after they took the call.
         """
         reason = error.reason if isinstance(error, _AnswerLost) else None
         replica = course.fleet.accepted_by(course.sent.attempt_id)
@@ -294,6 +302,7 @@ class ServeEngineClient:
         replica takes an answer that has begun, GenerationFailed if the replica's code failed.
 
         run_call: handle of the replicas' method `run_call`.
+        course: state of the call.
         """
         fleet, encoded, begun = course.fleet, course.sent, course.begun
         request_id, loop = encoded.attempt_id, asyncio.get_running_loop()
@@ -363,7 +372,9 @@ class ServeEngineClient:
 
 
 async def _leave_silent_replicas(fleet: Fleet, buffers: ResponseBuffers) -> None:
-    """Move the answers of silent replicas to others; answers that cannot move stay."""
+    """Move the answers of silent replicas (Fleet.take_silent) to others, again and again until
+    cancelled; answers that cannot move stay.
+    """
     while True:
         due_s = time.monotonic() + _SILENCE_CHECK_S
         await asyncio.sleep(_SILENCE_CHECK_S)
@@ -377,7 +388,9 @@ async def _leave_silent_replicas(fleet: Fleet, buffers: ResponseBuffers) -> None
 
 
 async def _leave_stopping_replicas(fleet: Fleet, buffers: ResponseBuffers) -> None:
-    """Move answers from replicas that Serve no longer lists to others, _LEAVE_S after that.
+    """Move answers from replicas that Serve no longer lists to others, _LEAVE_S seconds after that.
+
+    Runs until cancelled.
 
     Serve takes a replica from its list before it stops it, and then waits for the replica's calls.
     Nothing moves while Serve lists no other replica.
@@ -418,14 +431,18 @@ async def _await_call(sent: AsyncIterable[Refusal | None], buffer: ResponseBuffe
 
 
 class _Course:
-    """Course of one call through replicas, until one completes its answer.
+    """State of one call while it is sent to one replica after another, until one completes its
+    answer.
+
+    An attempt is one sending of the call to a replica.
 
     fleet: replicas of the base model.
     sent: the call, as its present attempt sends it.
-    log: log of the answer's outputs so far.
+    log: the engine's outputs for the answer so far, from which another replica can go on.
     left: number of attempts left, with the present one.
     begun: whether the client has bytes of the answer.
-    deaths_at_once: number of replicas that the call may have ended.
+    deaths_at_once: number of replicas that were lost just after they took the call, which may be
+        the reason.
     """
 
     def __init__(self, fleet: Fleet, sent: EncodedCall) -> None:
@@ -460,7 +477,8 @@ class _Course:
             self.fleet.on_first_bytes(self.sent.attempt_id)
 
     def attempt(self, failure: str | None = None) -> Attempt:
-        """Return the record of the present attempt.
+        """Return the item that tells the answer's readers of the present attempt: its replica, wait
+        and candidates.
 
         failure: error message; None: the replica has begun to answer.
         """
@@ -473,8 +491,11 @@ class _Course:
         return Attempt(request_id, decision.replica, waited_s, decision.candidates, failure)
 
     def another_can_load(self, refusal: Refusal) -> bool:
-        """Return True if another replica can take a call whose adapter failed to load, and then
-        drop the log, as the weights may have been damaged. Tell the fleet of the failed load.
+        """Tell the fleet that the adapter failed to load; return True if another replica can take
+        the call. Then the outputs so far are dropped, as the weights may have been damaged.
+
+        Return False, without telling the fleet, if `refusal` has another reason, the client has
+        bytes of the answer, or no attempt is left.
         """
         adapter = self.sent.call.adapter
         if self.begun or self.left == 1 or refusal.code != _LOAD_FAILED or adapter is None:
@@ -490,7 +511,9 @@ class _Course:
         return can_load
 
     def may_be_at_fault(self) -> bool:
-        """Return True if the replica was lost just after it took the call, without progress."""
+        """Return True if the replica was lost within _AT_ONCE_S seconds after it took the call, and
+        made fewer than _PROGRESS_TOKENS tokens.
+        """
         progress = tokens_in(self.log) - self.sent.made_tokens >= _PROGRESS_TOKENS
         return time.monotonic() - self._taken_s < _AT_ONCE_S and not progress
 

@@ -17,7 +17,9 @@ _START_S = 5.0
 
 
 class ServePeers(Peers):
-    """Peers that calls `answer_peer` on every replica of the gateways' deployment.
+    """Connection of a gateway to the service's other gateways, to ask them questions.
+
+    It calls `answer_peer` on every replica of the gateways' deployment.
 
     The deployment's handle is created at the first poll.
 
@@ -46,7 +48,8 @@ class ServePeers(Peers):
 
         Raises Unavailable if the gateways cannot be asked now.
 
-        question, arguments: as in `answer_peer`.
+        question: name under which each gateway has registered a handler.
+        arguments: arguments of the handler.
         """
         try:
             async with asyncio.timeout(_START_S):

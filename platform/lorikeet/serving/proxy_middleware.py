@@ -137,7 +137,9 @@ class _KeyQueue(asyncio.Lock):
 
 
 def _key_of(scope: Scope) -> str:
-    """Return a request's API key, read as gateway/auth.py does; empty if there is none."""
+    """Return a request's API key, from the header Authorization (Bearer) or else x-api-key; empty
+    if there is none.
+    """
     first = dict(reversed(scope["headers"]))
     authorization = as_bearer(first.get(b"authorization", b"").decode("latin-1"))
     key = authorization.partition(" ")[2] or first.get(b"x-api-key", b"").decode("latin-1")

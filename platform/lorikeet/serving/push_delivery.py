@@ -46,17 +46,20 @@ _END_S = 30.0
 
 
 class PushDelivery:
-    """Sender of pushed adapters to all replicas of one deployment."""
+    """Sender of pushed adapters (uploaded to this gateway) to all replicas of one deployment."""
 
     def __init__(self, handle: DeploymentHandle[Any]) -> None:
         self._handle = handle
 
     async def deliver(self, ref: AdapterRef, blob: Path) -> bool:
-        """Have all replicas hold an adapter; return True if all confirm that they hold it.
+        """Have all replicas keep an adapter in host memory; return True if all confirm that they
+        have it there or on the GPU.
 
         Replicas on this machine read the file `blob`. If any replica still lacks the adapter, the
-        blob is sent to all replicas. A replica that does not answer counts as not holding the
+        blob is sent to all replicas. A replica that does not answer counts as lacking the
         adapter.
+
+        blob: the gateway's file of the verified adapter.
         """
         hold = HoldPushed(ref, str(blob))
         states = await self._ask(hold)
@@ -66,9 +69,10 @@ class PushDelivery:
         return _all_hold(states)
 
     async def expect(self, digest: str, blob: Path, size_bytes: int) -> None:
-        """Let the replicas on this machine pack a pushed adapter while its file is still being
-        written.
+        """Let the replicas on this machine pack (bring into the engine's layout) a pushed adapter
+        while its file is still being written.
 
+        digest: the adapter's SHA-256 as its client claims.
         blob: file that the gateway writes.
         size_bytes: size of the complete file.
         """
@@ -76,7 +80,7 @@ class PushDelivery:
             await self._ask(ExpectPushed(digest, str(blob), size_bytes, machine))
 
     async def holds(self, digest: str) -> bool:
-        """Return whether all replicas hold an adapter."""
+        """Return whether all replicas have an adapter in host memory or on the GPU."""
         return _all_hold(await self._ask(LookUp(digest)))
 
     async def release(self, digest: str) -> None:

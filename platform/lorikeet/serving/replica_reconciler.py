@@ -27,8 +27,8 @@ _RESEND_S = 30.0
 
 
 class ReplicaReconciler:
-    """Reconciler that collects the replicas' reports, and sends each replica the placement decision
-    made for it until the replica confirms it.
+    """Reconciler that collects the replicas' reports, and sends each replica the decision which
+    adapters it pins and prefetches, until the replica confirms it.
 
     `survey` and `send` run on the event loop, `decide` on any thread; only one of them at a time.
     """
@@ -52,8 +52,9 @@ class ReplicaReconciler:
         return ReplicaCount(self._min_replicas, len(self.reports))
 
     async def survey(self) -> None:
-        """Collect all replicas' reports; if there is a replica to spare, note that the fleet may
-        shrink.
+        """Collect all replicas' reports, and note for `decide` whether the fleet may soon shrink.
+
+        It may if it is autoscaled, has more than its minimum of replicas, and their load allows it.
         """
         self.reports = self._responding.update(await broadcast(self._engine, "report"))
         self._may_shrink = False

@@ -34,9 +34,9 @@ class AdapterAffinityRouter(RequestRouter):
 
     A call with a keyword argument `replica` goes to the replica of that name and to no other.
 
-    A call avoids the replicas that were lost with it. If there are no others, it may go to them:
-    Serve forgets dead replicas itself, and a call without a candidate would hold up those behind
-    it.
+    A call avoids the replicas that were lost while they ran it. If there are no others, it may go
+    to them: Serve forgets dead replicas itself, and a call without a candidate would hold up those
+    behind it.
 
     No method raises: Serve would leave the request hanging.
     """

@@ -51,8 +51,8 @@ def plan_capacity(
 
     on_simulation: called with the number of replicas before each simulation.
 
-    A tenant is pinned if it would miss its own goal, more than 1% of its requests meet a cold
-    adapter, and the pin lets it meet the goal.
+    A tenant's adapters are pinned if it would miss its own goal, more than 1% of its requests meet
+    a cold adapter (one that is not on the GPU), and the pin lets it meet the goal.
 
     Raises Unreachable if no number of replicas meets the goals.
     """

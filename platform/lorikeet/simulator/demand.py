@@ -23,8 +23,9 @@ class SimulatedTenant:
 
     adapters: number of adapters.
     ranks: LoRA ranks, dealt to the adapters in turn.
-    bytes_per_rank: bytes of an adapter's image on the GPU for each unit of rank.
-    popularity: distribution of requests among the adapters, as parse_popularity reads it.
+    bytes_per_rank: bytes of an adapter's weights on the GPU for each unit of rank.
+    popularity: distribution of requests among the adapters: distinct, uniform, identical, or
+        zipf:S with exponent S.
     rate_per_s: requests per second for all adapters together.
     lengths: lengths of prompts and answers.
     ttft_p99_s: the tenant's own goal for the p99 of the time to first token; None: no goal.

@@ -145,7 +145,7 @@ class Forecast:
     found: fraction of requests by the tier where their adapter was.
     cold_loads_per_min: loads of adapters onto GPUs per minute, in the whole fleet.
     pinned_bytes: bytes of pinned adapters on the replica that has most of them.
-    keeps_up: whether the queue stays bounded.
+    keeps_up: whether no run ended with a long queue.
     """
 
     replicas: int
@@ -265,7 +265,7 @@ def _gaps(fleets: Sequence[SimulatedFleet]) -> tuple[float, float]:
 
 
 def _keeps_up(fleet: SimulatedFleet) -> bool:
-    """Whether no backlog is left at the end."""
+    """Whether all first tokens came at most _BACKLOG_S seconds after the last request."""
     times_s = fleet.requests.times_s
     return float((times_s + fleet.ttft_s).max() - times_s[-1]) <= _BACKLOG_S
 

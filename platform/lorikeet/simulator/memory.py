@@ -12,8 +12,10 @@ from lorikeet_engine.residency.eviction_score import EvictionPolicy, RecentUses,
 
 
 class SimulatedAdapter:
-    """An adapter in the arena.
+    """An adapter in the arena, a GPU's memory for adapters.
 
+    leases: number of requests that use it now, plus 1 if it is pinned; it is evicted only at 0.
+    loading: whether it is still being copied to the GPU.
     score: eviction score at its last use.
     ranked: score under which the heap of eviction candidates has the adapter; None: the heap does
         not have it.
@@ -29,7 +31,7 @@ class SimulatedAdapter:
 
 
 class Arena:
-    """Adapters on a GPU.
+    """Simulated GPU memory for adapters, and the adapters in it.
 
     The adapter with the lowest score among those neither leased nor loading is evicted first.
 
@@ -184,8 +186,8 @@ class Arena:
 
 
 class ByteLru:
-    """Adapters in the host arena or on the disk. The least recently used adapter is evicted
-    first.
+    """Adapters in a replica's host memory or on its disk. The least recently used adapter is
+    evicted first.
     """
 
     def __init__(

@@ -63,7 +63,8 @@ class _Fleet(Protocol):
 class SimulatedReplica:
     """One replica. Requests, adapters and tenants are indexes into the fleet's tables.
 
-    status: load that routers see, without `room_bytes`, which they take from the arena.
+    status: load that routers see, without `room_bytes`, which they take from the arena (the GPU's
+        memory for adapters).
     outstanding: number of requests that still wait for tokens.
     waiting: adapter → requests that wait for the adapter.
     queue: requests that can start prefill, once the KV cache has room for prompt and answer.

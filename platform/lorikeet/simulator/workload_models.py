@@ -72,7 +72,10 @@ UNIFORM = Zipf(0.0)
 
 
 def parse_popularity(text: str) -> Popularity:
-    """Parse 'distinct', 'uniform', 'identical' or 'zipf:1.2'. Raises ValueError."""
+    """Parse 'distinct', 'uniform', 'identical' or 'zipf:EXPONENT', such as 'zipf:1.2'.
+
+    Raises ValueError for any other text.
+    """
     known: dict[str, Popularity] = {
         "distinct": Distinct(),
         "uniform": UNIFORM,
@@ -188,7 +191,10 @@ class TrafficTrace:
 
     @classmethod
     def read(cls, path: Path) -> "TrafficTrace":
-        """Read a CSV with columns TIMESTAMP, ContextTokens, GeneratedTokens. Raises ValueError."""
+        """Read a CSV with columns TIMESTAMP, ContextTokens, GeneratedTokens.
+
+        Raises ValueError if the file has no rows, lacks a column or has values of another kind.
+        """
         with path.open(newline="") as file:
             rows = list(csv.DictReader(file))
         if not rows:

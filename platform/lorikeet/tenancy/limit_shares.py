@@ -129,7 +129,7 @@ class LimitShares:
         """Return the share of a subject's limits.
 
         A new subject starts with an equal share: 1/N for N gateways. In a gateway that has not yet
-        agreed with the others, a new subject starts with FLOOR / N.
+        agreed with the others, a new subject starts with the least share, FLOOR / N.
         """
         own = self._own.get(subject)
         if own is None:
@@ -154,7 +154,9 @@ class LimitShares:
             del self._running[subject]
 
     def even(self) -> float:
-        """Return the equal share per gateway: 1/N."""
+        """Return the equal share per gateway: 1/N, where N is the configured number of gateways, or
+        the number of known ones if it is larger.
+        """
         return 1 / max(self._gateways, 1 + len(self._peers))
 
     def least(self) -> float:
@@ -247,8 +249,8 @@ class LimitShares:
         return GatewayClaims(self._name, claims)
 
     def _forget(self, now: float) -> None:
-        """Drop the claims of gateways that are gone, and idle subjects whose share is at least an
-        equal share, 1/N.
+        """Drop the claims of gateways that sent none for GONE_S seconds, and subjects that are idle
+        in all gateways and whose share is at least an equal share, 1/N.
         """
         gone = [name for name, peer in self._peers.items() if now - peer.received_s > GONE_S]
         for name in gone:

@@ -84,7 +84,7 @@ class MonthlyBudget:
     def was_read(self, began: float) -> None:
         """Forget the usage of `settle` that recorded usage includes since its last read.
 
-        began: time at which the read began, on the clock of `settle`.
+        began: time at which the read began, monotonic seconds.
         """
         self._asked, self._read_at = False, began
         seen = int(began - self._unseen_s)

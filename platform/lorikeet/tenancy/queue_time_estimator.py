@@ -39,7 +39,7 @@ class QueueTimeEstimator:
     def check(self, tenant: str, weight: float, now: float) -> None:
         """Raise Overloaded if one more request of the tenant would wait longer than max_queue_s.
 
-        weight: the tenant's weight; see TenantRecord.
+        weight: the tenant's part of a busy replica, relative to other tenants' weights.
         """
         wait_s = self._wait_s(tenant, weight, now)
         if self._max_queue_s is not None and wait_s > self._max_queue_s:
@@ -53,7 +53,7 @@ class QueueTimeEstimator:
     def enter(self, tenant: str, weight: float, now: float) -> None:
         """Count a request that begins to wait for its first token.
 
-        weight: the tenant's weight; see TenantRecord.
+        weight: the tenant's part of a busy replica, relative to other tenants' weights.
         """
         self._pass_until(now)
         self._under_way += 1

@@ -222,7 +222,11 @@ class RateLimiter:
         takes_tokens: bool = True,
         in_batch: bool = False,
     ) -> "RateLimitHold":
-        """Admit a request and return its hold. Raises Overloaded, InsufficientQuota, RateLimited.
+        """Admit a request and return its hold, which counts it against its limits.
+
+        Raises Overloaded if the gateway is full, InsufficientQuota if the month's budget is used
+        up, RateLimited beyond a limit of the tenant or key, or if too many of the tenant's requests
+        have sent no body yet.
 
         takes_tokens: False for a request that generates nothing, which no token limit refuses.
         in_batch: True for a line of a batch, which only the month's budget refuses.
@@ -251,7 +255,9 @@ class RateLimiter:
         return [self._subject_limits(*owner) for owner in owners if _any_limit(owner[1])]
 
     def uses(self, tenant: TenantRecord, key: KeyRecord) -> dict[str, list[LimitUse]]:
-        """Return the use of the limits on requests, by owner: `tenant` and `key`."""
+        """Return the use of the limits per minute and per month, on requests at once and on
+        context, by owner: `tenant` and `key`.
+        """
         now = self.clock()
         found: dict[str, list[LimitUse]] = {"tenant": [], "key": []}
         owned = (("tenant", tenant.limits, None), ("key", key.limits, key.id))
@@ -346,9 +352,14 @@ class RateLimitHold:
         self._reading = False
 
     def check(self, *, takes_tokens: bool) -> None:
-        """Admit and count the request. Raises Overloaded, InsufficientQuota, RateLimited.
+        """Admit and count the request, before its body arrives.
 
-        The request is counted before its body arrives.
+        Raises Overloaded if the gateway is full, InsufficientQuota if the month's budget is used
+        up, RateLimited beyond a limit of the tenant or key, or if too many of the tenant's requests
+        have sent no body yet.
+
+        takes_tokens: False for a request that generates nothing: budget and token limits do not
+            refuse it.
         """
         now = self._limiter.clock()
         if not self._in_batch:
@@ -501,7 +512,10 @@ def _changed(
 
     Returns None if `per_min` is None: no limit.
 
-    kind, per_min, burst_s, share: as in TokenBucket.
+    kind: unit of the limit, used for a new bucket: "requests", "tokens" or "bytes".
+    per_min: the whole limit, of all gateways together.
+    burst_s: capacity of the whole limit, in seconds of its rate.
+    share: fraction of the limit that this gateway enforces.
     """
     if per_min is None:
         return None

@@ -22,7 +22,8 @@ included.
 
 
 class ReadLimiter:
-    """Limits that every tenant has on reads, whatever limits its admin set. Single event loop.
+    """Limits that every tenant has on reads (requests that generate nothing), whatever limits its
+    admin set. Single event loop.
 
     Reads have a limit of their own, so that a client that lists models or usage takes nothing from
     its generations.
@@ -58,9 +59,12 @@ class ReadLimiter:
 
     @contextmanager
     def reading(self, tenant: str, reads: float = 1.0) -> Iterator[None]:
-        """Count a request as running within the context, and its reads as `count` does.
+        """Count a request as running within the context, and its reads.
 
-        Raises RateLimited.
+        Raises RateLimited if the tenant has made too many reads, or if MAX_RUNNING of its reading
+        requests run already.
+
+        reads: cost of the request, in reads.
         """
         if self._running[tenant] >= MAX_RUNNING:
             raise RateLimited(

@@ -32,7 +32,9 @@ class TokenBucket:
     def change(self, per_min: int, burst_s: float, share: float, now: float) -> None:
         """Set the limit, its burst and this gateway's share from now on.
 
-        per_min, burst_s, share: as in __init__.
+        per_min: the whole limit, of all gateways together.
+        burst_s: capacity of the whole limit, in seconds of its rate.
+        share: fraction of the limit that this gateway enforces.
         """
         self._level, self._at = self.level(now), now
         self._set(per_min, burst_s, share)

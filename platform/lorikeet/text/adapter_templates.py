@@ -106,7 +106,7 @@ class AdapterTemplates:
 
 
 class _AdapterTemplate:
-    """Chat template of an adapter, rendered in a process of its tenant (see ChatTemplate)."""
+    """Chat template of an adapter, rendered in a process of its tenant: a ChatTemplate."""
 
     def __init__(
         self, text: str, special_tokens: Mapping[str, str], render: Callable[..., str]
@@ -122,7 +122,10 @@ class _AdapterTemplate:
 
     @staticmethod
     def checked(ask: Callable[..., T], *arguments: Any) -> T:
-        """Call `ask`. Raises InvalidInput if the template fails."""
+        """Return the result of `ask`, which renders or reads a template in a tenant's process.
+
+        Raises InvalidInput if the template fails.
+        """
         try:
             return ask(*arguments)
         except TemplateRefusal as error:

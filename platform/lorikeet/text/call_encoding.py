@@ -106,14 +106,17 @@ def echoed_texts(call: Call, tokenizer: Tokenizer) -> tuple[str, ...]:
 
 
 def _pad_token(call: Call, encoder: PromptEncoder) -> int | None:
-    """Return the padding token with which a call's head was trained; None if unknown."""
+    """Return the padding token with which the classification or reward head of a call's adapter or
+    base model was trained; None if unknown.
+    """
     known = None if call.head is None else call.head.pad_token
     return encoder.pad_token if known is None else known
 
 
 def _without_padding(ids: TokenIds, pad_token: int | None) -> TokenIds:
-    """Return a prompt without padding at its end, which heads were trained to skip; the first token
-    stays.
+    """Return a prompt without padding at its end; the first token stays.
+
+    Classification and reward heads were trained to skip such padding.
     """
     end = len(ids)
     while end > 1 and ids[end - 1] == pad_token:

@@ -166,7 +166,10 @@ class PromptEncoder:
         return other
 
     def marks(self) -> AnswerMarks:
-        """Return the names of the encoder's syntax and tags, for `with_marks` in a replica."""
+        """Return the names of the encoder's tool-call syntax and thinking tags.
+
+        A replica passes them to `with_marks` to read answers as this encoder would.
+        """
         syntax = next((name for name, each in SYNTAXES.items() if each is self.syntax), None)
         return AnswerMarks(syntax, tuple(self.think_tags))
 
@@ -230,8 +233,8 @@ class PromptEncoder:
     def ignored(self, call: Call) -> tuple[str, ...]:
         """Return names of fields that have no effect on a call.
 
-        The fields are the template_args that the chat template does not use, and the call's
-        `left_out`.
+        The fields are the template_args that the chat template does not use, and the requested
+        features that are not served (the call's `left_out`).
         """
         unread = [name for name in call.template_args if name not in self._variables]
         if call.template_args.get(EFFORT) == "none":
@@ -248,8 +251,10 @@ class PromptEncoder:
         there is no chat template.
 
         text: the message.
-        max_context: see `encode`.
-        defaults: the adapter's own request defaults.
+        max_context: longest sequence that the engine takes, tokens.
+        defaults: the adapter's own request defaults, of which the system prompt is used.
+
+        Raises ContextLengthExceeded if a long text exceeds the context.
         """
         if self._template is None:
             return self._tokens(text, "prompt", max_context)
@@ -259,7 +264,8 @@ class PromptEncoder:
     def encode_text(self, text: str, max_context: int, *, add_special_tokens: bool) -> TokenIds:
         """Return the token ids of a text.
 
-        max_context: see `encode`.
+        max_context: longest sequence that the engine takes, tokens. A text of up to two bytes for
+            each of these tokens is encoded whole, even if it has more tokens.
         add_special_tokens: add the tokenizer's special tokens, as to prompts of completions.
 
         Raises ContextLengthExceeded if a long text exceeds the context.
@@ -377,7 +383,8 @@ class PromptEncoder:
     def _syntax(self, *, renders_tools: bool) -> ToolSyntax | None:
         """Return the model's syntax of tool calls; None if it has no known one.
 
-        Returns HARMONY for each template in Harmony, because all its answers are in messages.
+        Returns HARMONY for each template in Harmony (gpt-oss' format), even if it shows no tools,
+        because all its answers are in messages; None if the tokenizer lacks Harmony's marks.
 
         renders_tools: whether the chat template shows tools to the model.
         """

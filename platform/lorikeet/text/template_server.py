@@ -77,14 +77,16 @@ class TemplateProcesses:
 
         variables: values by name; JSON.
 
-        Raises TemplateRefusal, TemplateOverrun and ServerBusy.
+        Raises TemplateRefusal if the template fails, TemplateOverrun if it exceeds a limit on time,
+        memory or output, and ServerBusy if the machine finds no time to render.
         """
         return str(self._ask(tenant, {"template": template, "variables": variables})["text"])
 
     def names(self, tenant: str, template: str) -> frozenset[str]:
         """Return all names, such as variables, that occur in a template.
 
-        Raises TemplateRefusal, TemplateOverrun and ServerBusy.
+        Raises TemplateRefusal if the template cannot be read, TemplateOverrun if that exceeds a
+        limit on time or memory, and ServerBusy if the machine finds no time for it.
         """
         return frozenset(self._ask(tenant, {"template": template})["names"])
 

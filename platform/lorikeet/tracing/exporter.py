@@ -40,7 +40,7 @@ class TraceExporter:
         self._queue = BatchSpanProcessor(sender, _QUEUE, _BATCH_MS, _BATCH)
 
     def ended(self, record: RequestRecord) -> None:
-        """Queue the spans of an ended request for sending if the request is sampled."""
+        """Queue the spans of an ended request for sending, if it had a valid key and is sampled."""
         if record.tenant is None:  # no valid key: anybody can send such requests
             return
         origin = origin_of(record.request_id, record.traceparent, self._share)

@@ -140,7 +140,7 @@ def spans_of(origin: Origin, record: RequestRecord, gateway: Resource) -> list[R
 
 
 class _Spans:
-    """Spans of one trace. Times are seconds since `received_ns`, as in a RequestRecord."""
+    """Spans of one trace. Times are seconds since `received_ns`, the request's arrival."""
 
     def __init__(self, trace_id: int, received_ns: int) -> None:
         self._trace_id, self._received_ns = trace_id, received_ns

@@ -32,7 +32,9 @@ read them.
 
 
 def compact_day(store: ObjectStore, day: date) -> None:
-    """Write one object with all of a day's usage, unless it exists. Raises StoreError."""
+    """Write one compacted object with all of a day's usage so far, if usage was stored since the
+    last compacted object. Raises StoreError.
+    """
     read = DayReader[UsageAccount](store, day, key=lambda account: account)
     use = read.read()
     if not read.objects:
@@ -43,7 +45,9 @@ def compact_day(store: ObjectStore, day: date) -> None:
 
 
 def compact_recent_days(store: ObjectStore, now: float) -> None:
-    """Compact the usage of today and yesterday that is in the store already. Raises StoreError.
+    """Write compacted objects (each with all of a day's usage) for yesterday and today so far.
+
+    Raises StoreError.
 
     now: Unix seconds.
     """
@@ -52,9 +56,10 @@ def compact_recent_days(store: ObjectStore, now: float) -> None:
 
 
 def superseded(store: ObjectStore, day: date, before: float) -> Iterator[StoredObject]:
-    """Yield a day's objects that an older compacted object includes. Raises StoreError.
+    """Yield a day's objects whose usage the newest compacted object written before `before`
+    includes. Raises StoreError.
 
-    before: Unix seconds before which the compacted object must have been written.
+    before: Unix seconds.
     """
     found = list(store.scan(day_prefix(day)))
     compacted = {
@@ -90,7 +95,8 @@ def days_with_usage(store: ObjectStore) -> Iterator[date]:
 def clean_up(
     store: ObjectStore, now: Callable[[], float], *, dry_run: bool
 ) -> Iterator[StoredObject]:
-    """Compact finished days and delete superseded objects; yield each deleted object.
+    """Compact finished days, and delete the objects that compacted objects older than SPARED_S
+    seconds include; yield each deleted object.
 
     now: clock that returns Unix seconds.
     dry_run: write and delete nothing; yield the objects that would be deleted.

@@ -28,11 +28,14 @@ _BACK_S = 120.0
 class DayReader(Generic[K]):
     """Reader of one day's usage, which reads each object once and keeps sums. Single thread.
 
+    A writer is a process, which numbers its objects of the day from 0. A compacted object has the
+    usage of many objects.
+
     key: maps an account to the key of its sum.
     sums: usage read so far, by key.
-    marks: number of the last object read, by writer.
+    marks: number of the last object read, by writer's id.
     compacted: number of the newest compacted object that was read; None if none was.
-    objects: objects read in addition to the compacted object.
+    objects: number of objects read in addition to the compacted object.
     """
 
     def __init__(self, store: ObjectStore, day: date, key: Callable[[UsageAccount], K]) -> None:

@@ -23,7 +23,7 @@ class MonthUsage:
         self._use: Mapping[str, UsageCounts] = {}
 
     def of(self, tenant: str) -> UsageCounts:
-        """Return a tenant's usage as of the last refresh; NOTHING before the first."""
+        """Return a tenant's usage as of the last refresh; NOTHING (all zero) before the first."""
         return self._use.get(tenant, NOTHING)
 
     def refresh(self) -> None:

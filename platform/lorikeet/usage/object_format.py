@@ -49,7 +49,8 @@ Marks = Mapping[str, int]
 
 @dataclass(frozen=True, slots=True)
 class UsageContent:
-    """Content of a usage object.
+    """Content of a usage object: a part of one process's usage of a day, or, in a compacted
+    object, the usage of many such objects.
 
     marks: in a compacted object, the last included object of each writer; else empty.
     """
@@ -81,13 +82,13 @@ def object_prefix(day: date, made: float) -> str:
 
 
 def object_id(key: str) -> UsageObjectId | None:
-    """Parse an object's key; None if the key is of another kind."""
+    """Parse the key of a process's usage object; None for another key, as of a compacted object."""
     match = _OBJECT.fullmatch(key)
     return UsageObjectId(match[1], int(match[2])) if match else None
 
 
 def compacted_key(day: date, number: int) -> str:
-    """Return the key of a day's compacted object.
+    """Return the key of a day's compacted object, which joins the usage of many objects.
 
     number: number of the object, from 1; each object includes the objects with lower numbers.
     """

@@ -39,7 +39,7 @@ def days(first: date, last: date) -> list[date]:
 class UsageReader:
     """Reader of usage by day; days to which writers still add are read incrementally. Thread-safe.
 
-    An object that was written late is missed for WHOLE_S seconds at most.
+    An object that was written much later than its key's time is missed for WHOLE_S seconds at most.
     """
 
     def __init__(self, store: ObjectStore, clock: Callable[[], float] = time.time) -> None:

@@ -14,14 +14,15 @@ _NO_SPACING: Mapping[str, Any] = {}  # the model writes JSON with spaces and wit
 
 
 def harmony_grammar(call: Call, vocabulary: Vocabulary, place: Place) -> str | None:
-    """Return the grammar of a call's answer; None if the answer is unconstrained.
+    """Return the grammar of a call's answer in Harmony, gpt-oss' format of messages; None if the
+    answer is unconstrained.
 
     Before an answer in a format, and before a call that the request demands, comes thinking alone.
     With strict tools, text may come before a call as well. A call ends the answer: the mark behind
     it is one of the model's ends of sequence, which grammars leave out.
 
     vocabulary: tokens of the model's tokenizer.
-    place: place at which the prompt ends.
+    place: where the prompt ends: within a message's text, before it, or behind a message.
     """
     answers = _answers(call, vocabulary)
     if answers is None:
@@ -55,8 +56,9 @@ def harmony_grammar(call: Call, vocabulary: Vocabulary, place: Place) -> str | N
 
 
 def tried_harmony_grammar(call: Call, vocabulary: Vocabulary) -> str | None:
-    """Return a grammar of the JSON in a call's answer, whose cost a trial shows; None if the answer
-    is unconstrained.
+    """Return a grammar of an answer's constrained part alone: its format or a tool's arguments.
+
+    The sandbox compiles it as a trial, to learn the cost. None if the answer is unconstrained.
     """
     answers = _answers(call, vocabulary)
     if answers is None:
@@ -118,7 +120,7 @@ def _calls(use: ToolUse, mark: "_Marks", *, any_arguments: bool) -> list[str]:
 
 
 class _Marks:
-    """Marks of Harmony as literals of Lark rules."""
+    """Marks of Harmony (tokens such as <|channel|>) as literals of Lark rules."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._added = vocabulary.added
@@ -128,9 +130,7 @@ class _Marks:
 
     @property
     def json_kind(self) -> str:
-        """Expression of Lark rules that matches the type JSON of a message, which may be left
-        out.
-        """
+        """Lark expression of the word "json" that may stand in a message's header as its type."""
         if CONSTRAIN not in self._added:
             return '" json"?'
         return f'(" json" | " "? {self[CONSTRAIN]} "json")?'

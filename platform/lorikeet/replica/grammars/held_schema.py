@@ -538,9 +538,10 @@ class _Translation:
         return self._any_of(parts, apart)
 
     def _any_of(self, parts: dict[str, Any], options: list[Any]) -> list[Any]:
-        """Replace `oneOf` by an `anyOf` with the given options.
+        """Replace `oneOf` by an `anyOf`.
 
         parts: the schema's keywords, changed in place.
+        options: schemas of the `anyOf`.
 
         Returns schemas to add to the schema's `allOf`.
         """

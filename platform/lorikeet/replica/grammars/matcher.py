@@ -66,13 +66,13 @@ class ModelGrammars:
     def fill_bitmasks(
         self, matchers: Sequence[Matcher], bitmasks: TokenBitmask
     ) -> list[InvalidRequest | None]:
-        """Set the bits of allowed tokens, as the engine's `Grammars` requires.
+        """Set the bits of the tokens that may come next, and clear those of ends of sequence.
 
         A forced token is the only token that its grammar allows; this method writes its mask
-        itself.
+        without asking llguidance.
 
         matchers: matchers that this class compiled, one for each choice.
-        bitmasks: a row for each matcher.
+        bitmasks: a row for each matcher; token t has bit t % 8 of octet t // 8.
 
         Returns for each matcher the error that its choice must end with, or None.
         """

@@ -45,7 +45,8 @@ def python_arguments(rule: str, schema: Mapping[str, Any]) -> list[str]:
 def _pairs(
     rule: str, asked: ArgumentRules, schema: Mapping[str, Any], most_length: int
 ) -> list[str]:
-    """Return the grammar rules of arguments that meet one alternative.
+    """Return the grammar rules of arguments that meet one of the schema's alternatives
+    (anyOf).
 
     rule: name of the first rule, and prefix of the names of the other rules.
     asked: the alternative's constraints.

@@ -152,7 +152,8 @@ class GrammarSandbox:
 
         text: the grammar, or the schema after the prefix _FIND_FAULT or _FIND_LOOSE_FAULT.
 
-        Raises EngineOverloaded as `check` does.
+        Raises EngineOverloaded if the tenant has too many waiting, if this one waited longer than
+        the call allows, or if the machine is too busy.
         """
         max_queue_s = call.scheduling.max_queue_s
         try:

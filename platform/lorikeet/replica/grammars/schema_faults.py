@@ -164,9 +164,9 @@ def answer_schemas(call: Call) -> list[AnswerSchema]:
 
 
 def checked_schemas(call: Call) -> list[AnswerSchema]:
-    """Return a call's schemas with keywords that the grammar cannot enforce and leaves out.
+    """Return those of a call's schemas that the finished answer must be checked against.
 
-    The finished answer is checked against these schemas.
+    They have keywords that the grammar cannot enforce and leaves out.
     """
     return [
         each
@@ -190,7 +190,9 @@ def ignored_keywords(call: Call) -> tuple[str, ...]:
 
 
 def without_schemas(call: Call, schemas: Collection[AnswerSchema]) -> Call:
-    """Return a copy of a call in which each given schema requires only JSON of the right type."""
+    """Return a copy of a call in which each of `schemas`, some of the call's own, is replaced by
+    a schema of its type alone, such as {"type": "object"}.
+    """
     tools = {each.tool for each in schemas}
     use, answer = call.tools, call.format
     if use is not None:
@@ -209,8 +211,8 @@ def without_schemas(call: Call, schemas: Collection[AnswerSchema]) -> Call:
 
 
 def whole_schema(schema: AnswerSchema) -> str:
-    """Return the name of a schema that the grammar leaves out whole, for the list of ignored
-    keywords.
+    """Return the entry in the list of ignored keywords for a schema that the grammar leaves out
+    whole: "schema:TOOL:$", or "schema:$" without a tool.
     """
     return _let_go("schema", schema, "$")
 

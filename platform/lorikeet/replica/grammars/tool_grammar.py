@@ -147,9 +147,11 @@ def _call_of_pairs(
 
     call: name of the first rule.
     name: name of the function.
+    schema: schema of the arguments object.
+    syntax: the model's syntax of tool calls.
     literal: function that turns a text into a literal of a Lark rule.
 
-    Raises InvalidInput if the schema cannot be held in this syntax.
+    Raises InvalidInput if rules in this syntax cannot enforce the schema.
     """
     if syntax.style is CallStyle.PYTHON:
         begin, end = f"{name}(", ")"
@@ -170,7 +172,7 @@ def parameters_schema(
     """Return the schema of a function's arguments object, translated for grammars. Raises
     InvalidInput if the schema allows no object or is nested too deeply.
 
-    function: the function, of a tool.
+    function: the field `function` of a tool in the request.
     spacing: llguidance's settings of whitespace in the object.
     """
     parameters = function.get("parameters") or _NO_PARAMETERS

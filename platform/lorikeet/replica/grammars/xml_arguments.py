@@ -30,8 +30,9 @@ def xml_arguments(
 ) -> list[str]:
     """Return the grammar rules for an XML call's arguments.
 
-    A string is bare text, held to the same keywords as in JSON; other values are JSON. The rules
-    hold what `python_arguments` holds at the top level of the schema.
+    A string is bare text, held to the same keywords as in JSON; other values are JSON. At the
+    top level of the schema the rules enforce properties, $ref, allOf, anyOf, required and boolean
+    additionalProperties; other keywords that constrain values raise InvalidInput there.
 
     rule: name of the first rule, and prefix of the names of the other rules.
     schema: schema of the arguments object.
@@ -56,7 +57,8 @@ def _parameters(
     written: "_Written",
     most_length: int,
 ) -> list[str]:
-    """Return the grammar rules of arguments that meet one alternative.
+    """Return the grammar rules of arguments that meet one of the schema's alternatives
+    (anyOf).
 
     rule: name of the first rule, and prefix of the names of the other rules.
     asked: the alternative's constraints.
