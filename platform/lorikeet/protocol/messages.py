@@ -265,7 +265,8 @@ class EncodedCall:
     marks: marks of tool calls and thinking in the answer, if the adapter has its own chat template;
         None: the base model's.
     attempt: number of replicas that were sent the call before.
-    lost: replicas that were lost with the call; it is sent to none of them again.
+    lost: replicas that were lost with the call; it is sent to one of them again only if there is no
+        other.
     log: what the lost replicas have generated (answer_stream/output_log.py), after which the answer
         goes on; b"" for a new answer.
     made_tokens: number of tokens in `log`.
