@@ -56,8 +56,10 @@ class ServedRows:
 
     @cached_property
     def _places(self) -> dict[tuple[int, int], tuple[LoraLinear, int, int]]:
-        """For each (layer, linear), the fused linears that contain it, the index of its first
-        output there, and its number of outputs.
+        """Place of each linear in the fused linears, by (layer, linear's number).
+
+        A place is the fused linear that contains the linear, the index of the linear's first output
+        in it, and the linear's number of outputs.
         """
         return {
             (linear.layer, number): (linear, sum(linear.group.d_outs[:at]), linear.group.d_outs[at])
