@@ -24,7 +24,7 @@ _SHA256 = re.compile("[0-9a-f]{64}")
 
 @dataclass(frozen=True, slots=True)
 class BaseCopy:
-    """Identity of a base model's matrix [vocabulary, hidden] that was saved along with an adapter.
+    """Name, type, shape and hash of a base model's matrix that was saved along with an adapter.
 
     module: the matrix that was copied: embed_tokens or lm_head.
     dtype: F32, F16 or BF16.
@@ -38,7 +38,7 @@ class BaseCopy:
 
 
 def describe_copy(module: str, tensor: SavedTensor) -> BaseCopy:
-    """Hash a copy of a base model's matrix in a trainer's folder.
+    """Hash a copy of a base model's matrix in a trainer's folder; return its name, shape and hash.
 
     module: embed_tokens or lm_head.
     tensor: place of the copy in the folder.
@@ -52,8 +52,8 @@ def describe_copy(module: str, tensor: SavedTensor) -> BaseCopy:
 
 
 def copies_metadata(copies: Iterable[BaseCopy]) -> dict[str, str]:
-    """Return the metadata entries of a blob that describe copies of the base model's matrices;
-    empty without copies.
+    """Return the metadata entries of a blob, an adapter's file, that describe copies of the base
+    model's matrices; empty without copies.
     """
     entries = [asdict(copy) for copy in sorted(copies, key=lambda copy: copy.module)]
     if not entries:
@@ -62,7 +62,10 @@ def copies_metadata(copies: Iterable[BaseCopy]) -> dict[str, str]:
 
 
 def base_copies(blob: Path) -> tuple[BaseCopy, ...]:
-    """Return the identities of the copied matrices that were saved along with a blob's adapter.
+    """Return name, shape and hash of each matrix of the base model that was saved along with an
+    adapter.
+
+    blob: the adapter's file.
 
     Raises AdapterRejected if the blob's header is malformed.
     """
@@ -70,7 +73,7 @@ def base_copies(blob: Path) -> tuple[BaseCopy, ...]:
 
 
 def parse_copies(metadata: Mapping[str, str]) -> tuple[BaseCopy, ...]:
-    """Parse the identities of copied matrices from a blob's metadata.
+    """Parse names, shapes and hashes of copied matrices from the metadata of an adapter's file.
 
     Raises AdapterRejected if they are malformed.
     """

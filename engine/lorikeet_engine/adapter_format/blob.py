@@ -143,7 +143,7 @@ def write_peft_folder(
 
 
 def trained_on(blob: Path) -> str | None:
-    """Return the name of the base model that a blob's adapter was trained on.
+    """Return the name of the base model that the adapter in a blob, its file, was trained on.
 
     Returns "" if the blob's config names none, and None if the file is not a blob. Raises
     AdapterRejected if the header or the config is malformed.
@@ -153,7 +153,7 @@ def trained_on(blob: Path) -> str | None:
 
 
 def blob_digest(blob: Path) -> str:
-    """Return the SHA-256 of a blob's bytes, 64 lower-case hex digits."""
+    """Return the SHA-256 of an adapter's file, 64 lower-case hex digits."""
     with blob.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

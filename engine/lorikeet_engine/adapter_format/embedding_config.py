@@ -58,7 +58,7 @@ def read_embedder(folder: Path) -> Embedder | None:
 
 
 def embedder_metadata(embedder: Embedder | None) -> dict[str, str]:
-    """Return the metadata entries of a blob that describe how its adapter embeds texts; empty
+    """Return the metadata entries of an adapter's file that describe how it embeds texts; empty
     without a way of its own.
     """
     if embedder is None:
@@ -67,7 +67,7 @@ def embedder_metadata(embedder: Embedder | None) -> dict[str, str]:
 
 
 def parse_embedder(metadata: Mapping[str, str]) -> Embedder | None:
-    """Parse from a blob's metadata how its adapter embeds texts; None without a way of its own.
+    """Parse from the metadata of an adapter's file how it embeds texts; None: as the base model.
 
     Raises AdapterRejected if it is malformed.
     """

@@ -120,7 +120,7 @@ _OTHER_INITS = (
 
 @dataclass(frozen=True, slots=True)
 class LoraConfig:
-    """The LoRA config in a blob's metadata.
+    """The LoRA config in the metadata of a blob, an adapter's file.
 
     rank_pattern: LoRA ranks by full module name; r for all other modules.
     alpha_pattern: alphas by full module name; lora_alpha for all other modules.
@@ -191,7 +191,7 @@ class LoraConfig:
 
     @classmethod
     def from_json(cls, text: str) -> "LoraConfig":
-        """Parse the JSON of the config in a blob's metadata.
+        """Parse the JSON of the config in the metadata of an adapter's file.
 
         Raises AdapterRejected if the text is not JSON, or has other keys or values than `to_json`
         writes.

@@ -34,7 +34,7 @@ _MAX_FILE_BYTES = 64_000_000
 
 @dataclass(frozen=True, slots=True)
 class HeadRows:
-    """Place of a head in a blob.
+    """Place of a classification or reward head in an adapter's file.
 
     head: the head.
     linear: index of the head, SCORE, in BaseShape.modules.
@@ -136,14 +136,14 @@ def base_head(config: Mapping[str, Any]) -> Head | None:
 
 
 def head_metadata(head: Head | None) -> dict[str, str]:
-    """Return the metadata entries of a blob that describe its head; empty without a head."""
+    """Return the metadata entries of an adapter's file that describe the head; empty if None."""
     if head is None:
         return {}
     return {HEAD_KEY: json.dumps(asdict(head), sort_keys=True, separators=(",", ":"))}
 
 
 def parse_head(metadata: Mapping[str, str]) -> Head | None:
-    """Parse the head from a blob's metadata; None without a head.
+    """Parse the head from the metadata of an adapter's file; None without a head.
 
     Raises AdapterRejected for a malformed head, and AdapterTooLarge for more than MAX_LABELS
     labels.
@@ -155,7 +155,7 @@ def parse_head(metadata: Mapping[str, str]) -> Head | None:
 def read_head(
     head: Head | None, tensors: Mapping[str, TensorSpan], shape: BaseShape
 ) -> HeadRows | None:
-    """Return the place of a blob's head; None without a head.
+    """Return the place of the head in an adapter's file; None without a head.
 
     head: the head, from the metadata.
     tensors: the head's tensors, by part.

@@ -265,7 +265,7 @@ class BaseShape:
         return not kinds or self.kind(layer) in kinds
 
     def in_layer(self, layer: int, linear: int) -> int:
-        """Return the index of the linear that a layer has under the same name as the given one.
+        """Return the index of the linear in this layer that has the same name as `linear`.
 
         Linears of layers of several kinds may have the same name, and other widths. Returns
         `linear` if the layer has none of this name.
@@ -280,12 +280,12 @@ class BaseShape:
 
     @cached_property
     def groups(self) -> dict[str, tuple[int, ...]]:
-        """Fused products of a decoder layer: by name, the indices in `modules` of their linears."""
+        """Linears that are computed as one product: by the product's name, indices in `modules`."""
         groups = groupby(enumerate(self.linears), key=lambda pair: pair[1].group)
         return {name: tuple(index for index, _ in members) for name, members in groups}
 
     def members(self, layer: int, group: str) -> tuple[int, ...]:
-        """Return the indices in `modules` of the linears of a fused product in a layer.
+        """Return the indices in `modules` of linears that a layer computes as one product.
 
         group: name of one of `groups`; in the row outer_layer, of a module outside the layers.
         """
@@ -569,7 +569,7 @@ def _recurrent(config: Mapping[str, Any], keys: RecurrentKeys) -> RecurrentShape
 
 
 def _biased(config: Mapping[str, Any], family: Family) -> tuple[str, ...]:
-    """Return the names of a layer's fused products whose linears have biases in a base model.
+    """Return the names of fused products (linears computed as one) whose linears have biases.
 
     config: config.json, with the family's defaults.
     """

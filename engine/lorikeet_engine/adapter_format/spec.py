@@ -85,7 +85,7 @@ class LinearLora:
     name: the linear's name, for error messages.
     rank: LoRA rank.
     scaling: factor of B @ A.
-    a, b: places of the matrices in the blob.
+    a, b: places of the matrices in the adapter's file.
     gathers: whether the linear's input is a token id, as for embeddings.
     experts: number of experts; 1 for other linears.
     half: for gate_proj and up_proj of experts, if rows of both alternate in the B that was trained:
@@ -111,7 +111,7 @@ class LinearLora:
         return f"{self.name}.lora_{side}"
 
     def matrices(self, side: int) -> int:
-        """Return the number of A or of B in the blob: one for each expert, or 1 if they share it.
+        """Return the number of A or of B in the file: one for each expert, or 1 if they share it.
 
         side: 0 for A, 1 for B.
         """
@@ -120,7 +120,7 @@ class LinearLora:
 
 @dataclass(frozen=True, slots=True)
 class AdapterSpec:
-    """Content of a blob that was validated against a base model.
+    """Content of an adapter's file, its blob, that was validated against a base model.
 
     base_model: name of the base model that the adapter was trained on, as its config has it.
     linears: adapted linears, sorted by layer, then by index in the shape's modules.
@@ -223,7 +223,7 @@ def aligned(elements: int) -> int:
 
 
 def read_spec(blob: Path, shape: BaseShape, limits: AdapterLimits) -> AdapterSpec:
-    """Validate a blob against a base model, except the values of its tensors.
+    """Validate an adapter's file against a base model, except the values of its tensors.
 
     Reads only the header; `check_values` checks the values.
     Raises AdapterRejected (field: the tensor, module or config key at fault) or AdapterTooLarge.
@@ -385,7 +385,7 @@ def _vectors(
     shape: BaseShape,
     adapted: Set[tuple[int, int]],
 ) -> tuple[LinearVectors, ...]:
-    """Locate the vectors of a blob.
+    """Locate DoRA's magnitudes and the biases in an adapter's file.
 
     found: vectors by module, then by kind: MAGNITUDE (DoRA's), LORA_BIAS or BIAS.
     adapted: (layer, linear) of all linears that have A and B.

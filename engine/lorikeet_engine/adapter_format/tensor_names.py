@@ -101,7 +101,7 @@ def take_tensors(
 
 
 def split_tensor_name(name: str) -> tuple[str, str]:
-    """Parse the name of a LoRA tensor in a blob: return (module, "A" or "B").
+    """Parse the name of a LoRA tensor in a blob (adapter's file): return (module, "A" or "B").
 
     Raises AdapterRejected for any other name; the error names the part that is not supported.
     """
@@ -320,9 +320,9 @@ def locate_module(module: str, linears: Sequence[Linear]) -> tuple[int, int]:
 
 
 def with_shared_a(tensors: Mapping[str, TensorSpan]) -> dict[str, TensorSpan]:
-    """Return a blob's matrices, with an A for each up_proj of experts that shares gate_proj's A.
+    """Return an adapter's matrices, with an A for each experts' up_proj that shares gate_proj's A.
 
-    tensors: the blob's matrices by name; such an up_proj has only a B there.
+    tensors: the matrices in the adapter's file, by name; such an up_proj has only a B there.
     """
     found = dict(tensors)
     for name in tensors:

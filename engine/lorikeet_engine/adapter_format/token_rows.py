@@ -28,7 +28,8 @@ TokensByModule = Mapping[str, tuple[int, ...]]
 class TokenRows:
     """Trained rows of the embeddings or the output head, one for each changed token.
 
-    linear: index in BaseShape.modules of HEAD_ROWS or EMBEDDING_ROWS, whose rows these are.
+    linear: index in BaseShape.modules of HEAD_ROWS or EMBEDDING_ROWS, entries for such rows of the
+        head and of the embeddings.
     name: the module's name, for error messages.
     ids: the token id of each row.
     rows: place of the tensor [tokens, hidden] in the blob.
@@ -78,14 +79,14 @@ def trained_tokens(raw: Mapping[str, Any], saved: Collection[str]) -> TokensByMo
 
 
 def tokens_metadata(tokens: TokensByModule) -> dict[str, str]:
-    """Return the metadata entries of a blob that list its trained tokens; empty without tokens."""
+    """Return the metadata entries of an adapter's file that list trained tokens; empty if none."""
     if not tokens:
         return {}
     return {TOKENS_KEY: json.dumps(tokens, sort_keys=True, separators=(",", ":"))}
 
 
 def parse_tokens(metadata: Mapping[str, str]) -> TokensByModule:
-    """Parse the ids of trained tokens from a blob's metadata.
+    """Parse the ids of trained tokens from the metadata of an adapter's file.
 
     Raises AdapterRejected for malformed lists, and AdapterTooLarge for more than MAX_TOKENS tokens
     of a module.
@@ -105,7 +106,7 @@ def read_token_rows(
     adapted: Collection[str],
     shape: BaseShape,
 ) -> tuple[TokenRows, ...]:
-    """Return the trained rows in a blob, in the order in which its metadata lists the modules.
+    """Return the trained rows in an adapter's file, in the order of the modules in its metadata.
 
     tokens: ids of trained tokens, from the metadata.
     saved: the tensors of the blob that hold rows, by module.

@@ -32,7 +32,7 @@ _OVERFLOWS = {
 
 
 class ValueScan:
-    """Finds the largest magnitude of each of a blob's tensors while the blob's bytes arrive.
+    """Finds the largest magnitude of each tensor of a blob, an adapter's file, while it arrives.
 
     Rejects nothing: if the header is malformed, or tensors are not aligned to their elements, it
     finds no magnitudes.
@@ -71,8 +71,8 @@ class ValueScan:
 
 
 def check_values(blob: Path, spec: AdapterSpec, dtype: str, scan: ValueScan | None = None) -> None:
-    """Check that all values of a blob are finite, in its file and in the image, the weights packed
-    for the GPU.
+    """Check that all values of an adapter are finite, in its file, the blob, and in its image, the
+    weights packed for the GPU.
 
     In the image, B is multiplied by its scaling, and values are rounded.
 
@@ -136,9 +136,9 @@ def _value(bits: int, kind: str) -> np.float32:
 
 
 def _packed(largest: np.float32, factor: float) -> np.float32:
-    """Return the magnitude that a blob's value gets in the packed adapter, before rounding.
+    """Return the magnitude that a value of an adapter's file gets when packed, before rounding.
 
-    largest: value of the blob, or its magnitude.
+    largest: the value, or its magnitude.
     factor: scaling by which packing multiplies the value.
     """
     with np.errstate(over="ignore", invalid="ignore"):

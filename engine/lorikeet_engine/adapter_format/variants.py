@@ -34,7 +34,7 @@ _WORDS = {1: "uint8", 2: "uint16", 4: "uint32"}
 
 
 class VariantKind(Enum):
-    """Difference between a blob's adapter and a variant of it: what a trainer may do otherwise."""
+    """Difference between an adapter and a variant of it: what a trainer may do otherwise."""
 
     SCALING = "scaling"
     TRANSPOSED = "transposed"
@@ -43,7 +43,7 @@ class VariantKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """Adapter of a blob with one difference, tried to find how its trainer computed otherwise.
+    """An adapter with one difference, tried to find how its trainer computed otherwise.
 
     says: the difference, as an end of the sentence "the trainer computed this adapter …".
     config: the variant's config.
@@ -57,7 +57,7 @@ class Variant:
 
 
 class BlobOutline(NamedTuple):
-    """Adapted linears and scaling of a blob.
+    """Adapted linears and scaling of a blob, an adapter's file.
 
     linears: names of the adapted linears within their layer, such as self_attn.q_proj, sorted.
     scaling: factor of B @ A that all modules have; None if modules differ.
@@ -74,7 +74,10 @@ class _Parts(NamedTuple):
 
 
 def outline(blob: Path) -> BlobOutline:
-    """Return a blob's adapted linears and scaling. Raises AdapterRejected if it is no blob."""
+    """Read adapted linears and scaling from a blob, an adapter's file.
+
+    Raises AdapterRejected if the file is no blob.
+    """
     parts = _parts(blob)
     modules = _lora_modules(parts)
     scalings = {parts.config.scaling(module) for module in modules}
@@ -83,8 +86,8 @@ def outline(blob: Path) -> BlobOutline:
 
 
 def variants(blob: Path, trained_scaling: float | None = None) -> Iterator[Variant]:
-    """Yield the variants of a blob that differ from it in what a trainer or converter may get
-    wrong: scalings, then B transposed, then modules left out.
+    """Yield the variants of an adapter that differ in what a trainer or converter may get wrong:
+    scalings, then B transposed, then modules left out.
 
     trained_scaling: scaling that the trainer states; None if unknown.
     """

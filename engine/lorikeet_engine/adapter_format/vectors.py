@@ -45,7 +45,8 @@ class LinearVectors:
     linear: index of the linear in BaseShape.modules.
     name: the linear's name, for error messages.
     scaling: factor of B @ A, and of B's bias.
-    spans: places of the vectors in the blob, by kind: MAGNITUDE (DoRA's), LORA_BIAS (of B) or BIAS.
+    spans: places of the vectors in the adapter's file, by kind: MAGNITUDE (DoRA's), LORA_BIAS (of
+        B) or BIAS.
     """
 
     layer: int

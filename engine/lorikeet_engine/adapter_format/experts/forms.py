@@ -62,9 +62,9 @@ Arrange = Callable[[np.ndarray], np.ndarray]
 
 @dataclass(frozen=True, slots=True)
 class ExpertTensor:
-    """A tensor [experts, rows, columns] to be written to a blob, made from a trainer's tensors.
+    """A tensor [experts, rows, columns] for a blob, an adapter's file, made of a trainer's tensors.
 
-    sources: the trainer's tensors; their arranged elements follow one another in the blob.
+    sources: the trainer's tensors; their arranged elements follow one another in the file.
     arrange: function that reorders the elements of one source. Takes them as [elements], in
         unsigned integers as wide as the dtype.
     """
@@ -278,7 +278,9 @@ def _is_down_of(down: Pair, gate_up: Pair) -> bool:
 def stack_experts(
     pairs: Mapping[str, Pair], config: LoraConfig
 ) -> tuple[dict[str, Mapping[str, Stored]], LoraConfig]:
-    """Convert all pairs on experts to a blob's form; return the tensors by module, and the config.
+    """Stack pairs of single experts, and split wrapped parameters, for a blob, an adapter's file.
+
+    Returns the tensors by module, and the config.
 
     pairs: A and B by module, named as in blobs; pairs of modules that are not experts are returned
         unchanged.
@@ -332,7 +334,7 @@ def _add(
 def _config_of(
     modules: Mapping[str, Mapping[str, Stored]], origins: Mapping[str, str], config: LoraConfig
 ) -> LoraConfig:
-    """Return a config in which each of a blob's modules has the scaling that it was trained with.
+    """Return a config in which each module has the scaling that it was trained with.
 
     origins: for each of these modules, the module of `config` that it was made from.
     """
