@@ -53,12 +53,12 @@ class StepCosts:
         None: no layer has a sliding window.
     windowed: fraction of the layers that have a sliding window, from 0 to 1.
     prompt_seen_s: seconds for each token that a prompt token attends to, in all layers together.
-    pieces_s: additional seconds of a step whose prompts attend to SEEN_IN_PIECES tokens or more (Σ
-        seen_tokens), so that it runs as several CUDA graphs. If they attend to fewer, a
+    pieces_s: additional seconds of a step whose prompt tokens together attend to SEEN_IN_PIECES
+        tokens or more, so that it runs as several CUDA graphs. If they attend to fewer, a
         proportional part of pieces_s is added, since a single graph reads keys again for each
         token.
-    split_s: additional seconds of a step that has decodes and whose prompts attend to SEEN_TO_SPLIT
-        tokens or more.
+    split_s: additional seconds of a step that has decodes and whose prompt tokens together attend
+        to SEEN_TO_SPLIT tokens or more.
     lora_s: additional seconds of a step with adapters.
     rank_s: seconds for each LoRA rank of the distinct adapters that decodes use.
     lora_token_s: seconds for each prompt token with an adapter.
@@ -135,10 +135,11 @@ class StepCosts:
             + (pieces_s and split_s, by the tokens that prompts attend to)
 
         tokens: number of tokens of decodes and prompts.
-        ranks: Σ rank over the distinct adapters of the decodes.
-        context: number of tokens that the decodes attend to, Σ of decode_sees.
+        ranks: sum of the LoRA ranks of the distinct adapters of the decodes.
+        context: number of tokens that each decode attends to in the average layer, summed over the
+            decodes.
         adapted: number of prompt tokens with adapters.
-        seen: number of tokens that the prompts attend to, Σ of seen_tokens.
+        seen: number of tokens that a prompt token attends to, summed over the prompt tokens.
         """
         lora_s = self.lora_s + self.rank_s * ranks if ranks else 0.0
         lora_s += self.lora_token_s * adapted
@@ -148,7 +149,8 @@ class StepCosts:
     def prompts_seen_s(self, seen: int, *, beside_decodes: bool, steps: int = 1) -> float:
         """Return the seconds that the attention of prompts adds to steps.
 
-        seen: number of tokens that the prompts attend to in all steps, Σ of seen_tokens.
+        seen: number of tokens that a prompt token attends to, summed over the prompt tokens of all
+            steps.
         beside_decodes: whether the steps compute decodes in addition.
         steps: number of steps that the prompts are computed in.
         """
@@ -160,7 +162,7 @@ class StepCosts:
         """Return the seconds that prompts add to steps that are otherwise full of other prompts.
 
         tokens: number of prompt tokens.
-        seen: number of tokens that the prompts attend to, Σ of seen_tokens.
+        seen: number of tokens that a prompt token attends to, summed over the prompt tokens.
         """
         return self.prompt_token_s * tokens + self.prompt_seen_s * seen
 
@@ -181,8 +183,9 @@ class StepCosts:
         rank: LoRA rank of the prompt's adapter; 0 without an adapter.
         depth: number of prompt tokens that are cached.
         sequences: number of decodes in each step.
-        ranks: Σ rank over the distinct adapters of the decodes.
-        context: number of tokens that the decodes attend to, Σ of decode_sees.
+        ranks: sum of the LoRA ranks of the distinct adapters of the decodes.
+        context: number of tokens that each decode attends to in the average layer, summed over the
+            decodes.
         """
         room = max(1, self.step_tokens - sequences)
         whole, rest = divmod(tokens, room)

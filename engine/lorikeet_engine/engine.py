@@ -58,7 +58,7 @@ class Engine:
 
     info: maximum context, step costs and other facts that are fixed when the engine has started.
     changed: event that is set when the next report may differ from the last one.
-    incoming_blobs: packs adapters' blobs while they are still being written to files.
+    incoming_blobs: packs adapters' files (blobs) into host memory while they are still written.
     """
 
     def __init__(
@@ -211,8 +211,8 @@ class Engine:
 
         Memory is not taken from requests, from pins or from adapters that are used more.
 
-        uses: number of recent uses of the adapter on other replicas that this replica could serve
-            instead. Adapters with fewer uses may be evicted for this adapter.
+        uses: the adapter's recent uses on other replicas that this replica could serve instead, a
+            count that decays with time. Adapters with fewer uses may be evicted for this adapter.
         """
         self._tiers.prefetch(ref, tier, uses)
 
@@ -264,7 +264,8 @@ class Engine:
         return self._tiers.adapters(tier)
 
     def take_use(self) -> list[SlotUse]:
-        """Return each tenant's use of adapters on the GPU since the last call: seconds and loads.
+        """Return each tenant's use of adapters since the last call: loads to the GPU, and seconds
+        for which the tenant's requests held adapters there.
 
         To be called from one place only.
         """

@@ -125,7 +125,8 @@ def _seen_token_s(steps: StepTimer, decodes_s: dict[int, float], usual: StepCost
 
 
 def _chunk(steps: StepTimer, tokens: int, usual: StepCosts) -> tuple[float, float]:
-    """Time prompt chunks; return StepCosts.prompt_seen_s and a chunk's seconds without attention.
+    """Time prompt chunks; return prompt_seen_s, the seconds for each token that a prompt token
+    attends to, and a chunk's seconds without attention.
 
     tokens: number of tokens of a chunk.
     usual: default costs; its prompt_seen_s is returned if contexts are too short to measure.

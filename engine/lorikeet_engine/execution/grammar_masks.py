@@ -201,9 +201,9 @@ class _ForcedTokens:
         self._taken = self._taken_see = 0
 
     def close(self) -> None:
-        """Charge the budget for the forced tokens that were taken.
+        """Subtract the time that the chosen forced tokens take from the budget's saved time.
 
-        Charges nothing if every sequence of the step may have forced tokens.
+        Subtracts nothing if every sequence of the step may have forced tokens.
         """
         if self._beside_others and self._taken:
             self._budget.spend(self._taken, self._taken_see)

@@ -120,7 +120,8 @@ class CudaRankPages(RankPages):
     def __init__(self, kv: torch.Tensor, host: torch.Tensor, half: int, part: int) -> None:
         """Allocate buffers on the device.
 
-        half: maximum number of pages to store before a step.
+        half: maximum number of pages to store before a step; the buffer for stores has two halves
+            of so many pages.
         part: number of pages to copy to the device in one part.
         """
         super().__init__(kv, host)
@@ -262,7 +263,7 @@ class PageCopies:
         cache.host.room = self._own.room
 
     def after_plan(self, cache: KVCache) -> None:
-        """Begin the copies that the cache chose during a plan, before the step is launched."""
+        """Begin the copies that the cache chose while a step was planned, before its launch."""
         host = cache.host
         assert host is not None, "copies without host memory"
         if host.to_store:

@@ -63,7 +63,7 @@ class RankRows:
         a: torch.Tensor | None = None,
         b: torch.Tensor | None = None,
     ) -> RowFacts:
-        """Return sums of squares and bias of the rows of a linear that a rank keeps.
+        """Return, for a rank's part of a linear, its bias and each row's sum of squares in W + B·A.
 
         rank: the tensor parallel rank.
         layer: index of the decoder layer.

@@ -165,7 +165,7 @@ def _check_gpus(device: torch.device, world: int) -> None:
 
 
 def ring_bytes(config: ModelConfig, settings: EngineSettings) -> int:
-    """Return the bytes of the leader's ring buffer to its followers: enough for any step."""
+    """Return the bytes of the buffer through which the leader sends any step to its followers."""
     pages = -(-config.max_context // settings.page_size)
     tables = settings.max_running * len(config.kv_groups.windows)
     return _MESSAGES_BYTES + tables * pages * 4  # int32

@@ -166,8 +166,8 @@ class ModelRunner:
 
 @dataclass(frozen=True, slots=True)
 class SampledTokens:
-    """Tokens that a step sampled: one for each sequence that completes in it, and one more for each
-    drafted token.
+    """Tokens that a step sampled: one for each sequence whose tokens so far are all computed, and
+    one more for each drafted token.
 
     tokens: sampled tokens by row of the logits; meaningless in rows with an error.
     logprobs: log probabilities by row, for rows that requested them.
@@ -252,7 +252,7 @@ class ForwardPass:
     """Step whose forward pass was launched.
 
     chunks: the step's chunks in the order of the batch.
-    logits: [Σ Chunk.rows, vocab], on the device.
+    logits: [tokens to sample, vocab], on the device, in the order of the chunks.
     scores: log probabilities of the prompts' tokens; None if no prompt is scored.
     pooled: embeddings or head's scores of the prompts; None if no prompt is pooled.
     """
@@ -306,7 +306,8 @@ def compute(
 
     previous: the previous step, if the host has not read it yet; its sampled tokens are copied into
         this step's input on the device.
-    expected: expected time of this step, for StepBudget.record; None without an expectation.
+    expected: time that this step should take, to compare with its measured time; None: it is not
+        compared.
     """
     launched_s, chunks = time.perf_counter(), group_by_adapter(plan.chunks)
     sampled = previous.sample.tokens if previous else None

@@ -19,7 +19,7 @@ class AttentionByHeads:
     def __init__(self, backends: Sequence[tuple[range, AttentionBackend]]) -> None:
         """Take the back ends, in the order of the groups.
 
-        backends: pairs of a range of groups, and the back end of their layers.
+        backends: pairs of a range of groups of layers, and the back end of these layers.
         """
         self._backends = backends
         self._planned = list[PlannedSequences]()
@@ -40,7 +40,10 @@ class AttentionByHeads:
         group: int = 0,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Compute a layer's attention with the back end of its group (AttentionBackend.attend)."""
+        """Compute a layer's attention with its group's back end: [tokens, heads, width of a value].
+
+        group: index of the layer's group. sinks [heads]: one more logit of each head's softmax.
+        """
         index = next(i for i, (groups, _) in enumerate(self._backends) if group in groups)
         groups, backend = self._backends[index]
         given = (layer_kv, self._planned[index], scales, window, group - groups.start, sinks)

@@ -195,7 +195,10 @@ class FlashInferAttention:
         group: int = 0,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Compute attention of the planned batch in one layer (AttentionBackend.attend)."""
+        """Compute attention of the planned batch in one layer: [tokens, heads, width of a value].
+
+        group: index of the layer's group. sinks [heads]: one more logit of each head's softmax.
+        """
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         split = self._split
         if window in self._group_pages:
@@ -257,8 +260,8 @@ def _prompts_see_much(batch: PagedSequences, is_decode: npt.NDArray[np.bool_]) -
     """Return whether the prompts of a step attend to so many tokens that PagedDecode should compute
     the step's decodes.
 
-    The limit is SEEN_TO_SPLIT tokens, Σ seen_tokens over the prompts, in the layers that attend to
-    the most tokens.
+    The limit is SEEN_TO_SPLIT tokens: the number that a prompt token attends to, summed over all
+    prompt tokens, in the layers that attend to the most tokens.
 
     is_decode [sequences]: whether a sequence decodes; all others are prompts.
     """

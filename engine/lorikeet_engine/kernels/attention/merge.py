@@ -56,7 +56,9 @@ def _merge(
 ) -> None:
     """Merge the results of one token, for the query heads that share one key head.
 
-    own, own_lse, parts, parts_lse, places, out: arguments of `merge`.
+    own, parts: results to merge. own_lse, parts_lse: log2 of their sums of exponentials.
+    places: for each token, its first row in `parts`, the rows from part to part, the parts' number.
+    out: the merged results.
     group: number of query heads that share a key head.
     members: `group` rounded up to a power of two.
     """

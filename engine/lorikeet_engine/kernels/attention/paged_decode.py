@@ -89,7 +89,10 @@ class PagedDecode:
         group: int = 0,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Compute attention of the planned batch in one layer (AttentionBackend.attend)."""
+        """Compute attention of the planned batch in one layer: [tokens, heads, width of a value].
+
+        group: index of the layer's group. sinks [heads]: one more logit of each head's softmax.
+        """
         shape, sharing = self._shape, self._shape.heads // self._shape.kv_heads
         out = q.new_empty(*q.shape[:2], shape.value_dim)
         scale = math.log2(math.e) * shape.score_scale

@@ -27,8 +27,8 @@ class Tiling(NamedTuple):
 
     rows: rows of a tile, pairs of a query token and a query head.
     block: keys read at once.
-    warps, stages: see triton.Config. With these sizes, no register is spilled for 16-bit pages of
-        heads of 512, on sm_90 and on sm_80.
+    warps, stages: num_warps and num_stages of the Triton kernel. With these sizes, no register is
+        spilled for 16-bit pages of heads of 512, on sm_90 and on sm_80.
     """
 
     rows: int
@@ -47,7 +47,7 @@ class Tiling(NamedTuple):
 
 
 class PagedPrefill:
-    """Attention of a step's sequences, each with any number of query tokens."""
+    """Attention of a step's sequences, each with any number of query tokens, by a Triton kernel."""
 
     def __init__(self, shape: AttentionShape, device: torch.device) -> None:
         self._shape, self._device = shape, device
@@ -93,7 +93,9 @@ class PagedPrefill:
     ) -> None:
         """Write the attention of all planned query tokens to their rows of `out`.
 
-        out [tokens, heads, width of a value]. Other arguments: see AttentionBackend.attend.
+        out [tokens, heads, width of a value]. scales: factors of the numbers in FP8 pages.
+        window: number of tokens that a query attends to, itself included; None: all.
+        group: index of the layer's group. sinks [heads]: one more logit of each head's softmax.
         """
         shape, tiles, tiling = self._shape, self._tiles[window], self._tiling
         scale, value_scale = math.log2(math.e) * shape.score_scale, None
@@ -168,7 +170,8 @@ def _prefill(
 ) -> None:
     """Compute attention of one tile for one key head and its `group` query heads.
 
-    q, layer_kv, out, sinks: as for PagedPrefill.attend.
+    q, out: queries and results of all tokens. layer_kv: the layer's KV pages.
+    sinks [heads]: one more logit of each head's softmax, without a value; None: no sinks.
     pages: KV page numbers of the layer's group.
     tiles: result of cut_tiles.
     scale: factor of the scores. cap: log₂(e) times the soft cap, None without one.
