@@ -170,7 +170,7 @@ class AdapterLoadFailed(AdapterError):
 
 
 class AdapterMissing(AdapterLoadFailed):
-    """Adapter whose blob the store lacks: it was lost, or its version was pushed for a limited time
+    """Adapter whose file the store lacks: it was lost, or its version was pushed for a limited time
     that is over.
     """
 

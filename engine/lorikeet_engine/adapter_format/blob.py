@@ -159,7 +159,7 @@ def blob_digest(blob: Path) -> str:
 
 
 def _in_blobs(pairs: Mapping[str, Pair]) -> dict[str, Pair]:
-    """Rename modules from the trainer's names to the names in blobs.
+    """Rename modules from the trainer's names to the names in blobs (stored adapters).
 
     pairs: A and B of each module.
 

@@ -54,7 +54,7 @@ def _first_matches(expressions: Sequence[str], texts: Sequence[str]) -> dict[str
 
 
 def _ending(expression: str) -> str:
-    """Return an ending of all texts that an expression can match; texts without it can be skipped.
+    """Return an ending of all texts that an expression can match; other texts need no matching.
 
     For an expression of one module name, with any prefix or none, this is the name's last part;
     for others "".

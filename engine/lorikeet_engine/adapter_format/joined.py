@@ -32,7 +32,7 @@ class _Joined:
 
     @property
     def blob_dtype(self) -> str:
-        """Dtype that the matrix has in a blob, in safetensors' naming."""
+        """Dtype that the matrix has in a stored adapter (blob), in safetensors' naming."""
         return self.sources[0].blob_dtype
 
     @property
@@ -69,8 +69,8 @@ def join_parts(
     """Join the pairs on parts of one linear, such as in_proj_q, in_proj_k and in_proj_v of
     in_proj_qkv; return all pairs by module, and their config.
 
-    modules: A and B by module, named as in blobs; pairs of modules that are no parts are returned
-        unchanged.
+    modules: A and B by module, named as in blobs (stored adapters); pairs of modules that are no
+        parts are returned unchanged.
     config: config for these modules. The returned config is for the returned modules.
 
     Raises AdapterRejected if only some of a linear's parts have weights, if the whole linear has

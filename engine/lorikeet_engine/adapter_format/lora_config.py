@@ -163,7 +163,7 @@ class LoraConfig:
 
         raw: PEFT's config, which refuse_unsupported has accepted.
         modules: modules that have weights, in the trainer's naming. In the result, the keys of
-            rank_pattern and alpha_pattern are their names in blobs.
+            rank_pattern and alpha_pattern are their names in blobs (stored adapters).
         warn: called with a sentence if releases of PEFT read the config differently, and the config
             does not show which release trained the adapter.
 
@@ -301,7 +301,7 @@ def _has_lost_biases(raw: Mapping[str, Any], warn: Callable[[str], object]) -> b
 
 def _is_served(key: str, value: Any) -> bool:
     """Whether an option is modules_to_save and names only modules that can be served: a
-    classification head, and modules of a vision part, whose tensors blobs leave out.
+    classification head, and modules of a vision part, whose tensors are not stored.
     """
     names = value if isinstance(value, list) else [None]
     return key == "modules_to_save" and all(

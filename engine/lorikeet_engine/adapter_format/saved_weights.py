@@ -57,7 +57,7 @@ class SavedTensor(TensorSpan):
 
     @property
     def blob_dtype(self) -> str:
-        """Dtype that the tensor gets in a blob: F32 for F64, and BF16, which is exact, for FP8."""
+        """Dtype of the stored adapter's tensor: F32 for F64, and BF16, which is exact, for FP8."""
         return _IN_BLOBS.get(self.dtype, self.dtype)
 
     def transpose(self) -> "SavedTensor":

@@ -56,14 +56,14 @@ class HeadRows:
 def head_part(name: str) -> str | None:
     """Return the part of a head that a tensor holds, "weight" or "bias"; None for other tensors.
 
-    name: the tensor's name, in a trainer's file or in a blob.
+    name: the tensor's name, in a trainer's file or in a blob (stored adapter).
     """
     match = _SAVED.fullmatch(name)
     return match[1] if match else None
 
 
 def head_tensor_name(part: str) -> str:
-    """Return the name that a part of a head, "weight" or "bias", has in blobs."""
+    """Return the name that a part of a head, "weight" or "bias", has in blobs (stored adapters)."""
     return f"base_model.model.{SCORE.module}.{part}"
 
 

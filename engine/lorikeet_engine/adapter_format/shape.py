@@ -252,7 +252,7 @@ class BaseShape:
         return max(self.head_dim, of_full, 0 if latents is None else latents.cached)
 
     def heads_of(self, layer: int) -> AttentionHeads:
-        """Return the heads of a layer with attention; with latent attention, the cached one."""
+        """Return the heads of a layer with attention; with latent attention, one: the cached."""
         if self.full is not None and self.is_full(layer):
             return self.full
         if self.latents is not None:

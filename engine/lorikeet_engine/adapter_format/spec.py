@@ -572,7 +572,7 @@ def _check_copy(copy: BaseCopy, shape: BaseShape) -> None:
 
 
 def _place(module: str, shape: BaseShape) -> tuple[int, int]:
-    """Return (layer, index in the shape's modules) of a module, given by its name in blobs."""
+    """Return (layer, index in the shape's modules) of a module, named as in stored adapters."""
     for outer in OUTER:
         if module == outer.module:
             if outer not in shape.modules:

@@ -268,7 +268,7 @@ def _outside(modules: Collection[str], place: str, family: Family) -> set[str]:
 
     per_layer_model_projection (LAYER_INPUTS) has two names: that of its weight, too.
 
-    modules: names of these modules in blobs.
+    modules: names of these modules in blobs (stored adapters).
     place: path before "layers." in the trainer's names.
     """
     ends = {module: module.removeprefix("model.") for module in modules}

@@ -88,7 +88,7 @@ def take_tensors(
 ) -> dict[_Key, _Tensor]:
     """Remove the tensors of one kind from `tensors`, and return them by a key.
 
-    tensors: tensors by name, of a trainer's file or of a blob.
+    tensors: tensors by name, of a trainer's file or of a blob (stored adapter).
     key_of: returns a tensor's key, given its name; None for tensors of other kinds.
 
     Raises AdapterRejected if two tensors have the same key.
@@ -158,7 +158,7 @@ def split_vector_name(name: str) -> tuple[str, str] | None:
     The kind is MAGNITUDE (DoRA's), LORA_BIAS (bias of B) or BIAS (replaces the base model's). The
     module is named as in the trainer's config. None for other tensors.
 
-    name: the tensor's name, in a trainer's file or in a blob.
+    name: the tensor's name, in a trainer's file or in a blob (stored adapter).
     """
     if "lora_magnitude_vector" not in name and not name.endswith("bias"):
         return None  # as of nearly all names: a substitution takes longer than everything else here
@@ -169,7 +169,7 @@ def split_vector_name(name: str) -> tuple[str, str] | None:
 
 
 def vector_name(module: str, kind: str) -> str:
-    """Return the name that a linear's vector has in blobs.
+    """Return the name that a linear's vector has in blobs (stored adapters).
 
     module: name of the linear in blobs.
     kind: MAGNITUDE, LORA_BIAS or BIAS.
@@ -182,7 +182,7 @@ def token_rows_module(name: str) -> str | None:
 
     Raises AdapterRejected if the module is neither embed_tokens nor lm_head.
 
-    name: the tensor's name, in a trainer's file or in a blob.
+    name: the tensor's name, in a trainer's file or in a blob (stored adapter).
     """
     if "trainable_tokens_delta" not in name:
         return None
@@ -196,12 +196,12 @@ def token_rows_module(name: str) -> str | None:
 
 
 def token_rows_name(module: str) -> str:
-    """Return the name, in blobs, of the tensor that holds a module's trained token rows."""
+    """Return the name, in blobs (stored adapters), of the tensor of a module's trained rows."""
     return f"base_model.model.{module}.token_adapter.trainable_tokens_delta"
 
 
 def canonical_module(saved: str) -> str:
-    """Return the canonical name, which blobs use, of a module in a trainer's file.
+    """Return the name that a module in a trainer's file gets in blobs (stored adapters).
 
     model.language_model.layers.0 → model.layers.0.
 
@@ -274,7 +274,7 @@ def layer_of(saved: str) -> str:
 
 
 def tensor_name(module: str, side: str) -> str:
-    """Return the name that a LoRA matrix has in blobs.
+    """Return the name that a LoRA matrix has in blobs (stored adapters).
 
     module: name of the adapted module in blobs.
     side: A or B.
@@ -287,7 +287,8 @@ def tensor_name(module: str, side: str) -> str:
 def linears_of(modules: Sequence[str]) -> tuple[Linear, ...]:
     """Return the linears of a decoder layer, in the family of base models that fits best.
 
-    modules: names of modules in blobs; the family that has most of these modules fits best.
+    modules: names of modules in blobs (stored adapters); the family that has most of these modules
+        fits best.
     """
     modules = [linear_of(module) for module in modules]
     paths = [match[2] for match in map(_MODULE.fullmatch, modules) if match]
@@ -301,7 +302,7 @@ def linears_of(modules: Sequence[str]) -> tuple[Linear, ...]:
 def locate_module(module: str, linears: Sequence[Linear]) -> tuple[int, int]:
     """Return a module's place: (number of the decoder layer, index of the linear in `linears`).
 
-    module: the module's name in blobs.
+    module: the module's name in blobs (stored adapters).
     linears: linears of a decoder layer.
 
     Raises AdapterRejected for a module that is none of the linears.

@@ -32,7 +32,7 @@ class TokenRows:
         head and of the embeddings.
     name: the module's name, for error messages.
     ids: the token id of each row.
-    rows: place of the tensor [tokens, hidden] in the blob.
+    rows: place of the tensor [tokens, hidden] in the adapter's file.
     """
 
     linear: int
@@ -52,7 +52,7 @@ def trained_tokens(raw: Mapping[str, Any], saved: Collection[str]) -> TokensByMo
     the embeddings' tokens.
 
     raw: PEFT's config.
-    saved: modules whose trained rows the trainer has saved, named as in blobs.
+    saved: modules whose trained rows the trainer has saved, named as in blobs (stored adapters).
 
     Raises AdapterRejected for malformed lists and if rows or their ids are missing, and
     AdapterTooLarge for more than MAX_TOKENS tokens of a module.

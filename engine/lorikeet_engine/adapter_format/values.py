@@ -44,9 +44,9 @@ class ValueScan:
         self._bounds: dict[TensorSpan, int] = {}
 
     def take(self, data: memoryview) -> None:
-        """Scan the next bytes of the blob for the largest magnitudes.
+        """Scan the next bytes of the adapter's file for the largest magnitudes.
 
-        data: length is a multiple of SCAN_ALIGNMENT, except at the end of the blob. The first piece
+        data: length is a multiple of SCAN_ALIGNMENT, except at the end of the file. The first piece
             must hold the whole header.
         """
         begin, self._taken = self._taken, self._taken + len(data)
@@ -96,7 +96,7 @@ def check_values(blob: Path, spec: AdapterSpec, dtype: str, scan: ValueScan | No
 
 def _matrices(spec: AdapterSpec) -> Iterator[tuple[str, TensorSpan, float]]:
     """Yield each matrix, tensor of trained rows, vector and part of a head: (name, place in the
-    blob, factor).
+    adapter's file, factor).
 
     Packing multiplies the values by the factor. The name is for errors.
     """
@@ -114,7 +114,7 @@ def _matrices(spec: AdapterSpec) -> Iterator[tuple[str, TensorSpan, float]]:
 
 
 def _spans(data: memoryview, size_bytes: int) -> Iterable[TensorSpan]:
-    """Return the tensors of a blob in file order, except empty ones.
+    """Return the tensors of a blob (stored adapter) in file order, except empty ones.
 
     Returns () if the header is malformed, or tensors are not aligned to their elements.
 
@@ -146,7 +146,7 @@ def _packed(largest: np.float32, factor: float) -> np.float32:
 
 
 def _largest(blob: Path, span: TensorSpan) -> int:
-    """Return the largest magnitude in a tensor of a blob, as its bits in the tensor's dtype."""
+    """Return the largest magnitude in a tensor of a file, as its bits in the tensor's dtype."""
     kind, mask = _MAGNITUDES[span.dtype]
     return max(int((piece & mask).max()) for piece in _pieces(blob, span, kind))
 

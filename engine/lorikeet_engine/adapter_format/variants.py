@@ -47,7 +47,7 @@ class Variant:
 
     says: the difference, as an end of the sentence "the trainer computed this adapter …".
     config: the variant's config.
-    left_out: modules, named as in blobs, whose matrices and vectors the variant lacks.
+    left_out: modules, named as in blobs (stored adapters), whose matrices and vectors are left out.
     """
 
     kind: VariantKind
@@ -111,12 +111,12 @@ def variants(blob: Path, trained_scaling: float | None = None) -> Iterator[Varia
 
 
 def scaled(blob: Path, factor: float) -> Variant:
-    """Return the variant of a blob with the scaling of all modules multiplied by a factor."""
+    """Return the variant of a stored adapter with the scaling of all modules times a factor."""
     return _scaled(_parts(blob).config, factor)
 
 
 def write_variant(blob: Path, variant: Variant, out: Path) -> str:
-    """Write a variant of a blob to `out`; return the SHA-256 of the written blob."""
+    """Write a variant of a stored adapter to `out`; return the SHA-256 of the written file."""
     header = read_header(blob)
     kept = {
         name: span
@@ -147,7 +147,7 @@ def _parts(blob: Path) -> _Parts:
 
 
 def _lora_modules(parts: _Parts) -> set[str]:
-    """Return the modules that have LoRA matrices, named as in blobs."""
+    """Return the modules that have LoRA matrices, named as in blobs (stored adapters)."""
     return {
         module
         for name, module in parts.modules.items()

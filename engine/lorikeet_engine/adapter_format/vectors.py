@@ -66,7 +66,7 @@ class LinearVectors:
 def take_vectors(tensors: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
     """Remove DoRA's magnitudes and trained biases from `tensors`; return them by module and kind.
 
-    Modules are named as in blobs; kinds are MAGNITUDE, LORA_BIAS and BIAS.
+    Modules are named as in blobs (stored adapters); kinds are MAGNITUDE, LORA_BIAS and BIAS.
 
     tensors: tensors by name, of a trainer's file or of a blob.
 
@@ -82,7 +82,7 @@ def check_vectors(raw: Mapping[str, Any], vectors: Vectors[Tensor], pairs: Colle
     """Check the vectors of a trainer's file against its config.
 
     raw: PEFT's config.
-    pairs: modules that have A and B, named as in blobs.
+    pairs: modules that have A and B, named as in blobs (stored adapters).
 
     Raises AdapterRejected if the config does not mention vectors that the file has, if the file
     lacks vectors that the config demands, or if a module is no linear that can have vectors.
@@ -112,7 +112,7 @@ def check_vectors(raw: Mapping[str, Any], vectors: Vectors[Tensor], pairs: Colle
 def check_has_place(module: str, kinds: Collection[str]) -> None:
     """Raise AdapterRejected for a module that can have LoRA, but not these vectors.
 
-    module: name of the module in blobs.
+    module: name of the module in blobs (stored adapters).
     kinds: kinds of its vectors, which the error names.
     """
     if {MAGNITUDE, LORA_BIAS} <= {*kinds}:  # PEFT refuses both in one config
@@ -130,7 +130,7 @@ def check_has_place(module: str, kinds: Collection[str]) -> None:
 def check_widths(module: str, vectors: Mapping[str, TensorSpan], d_out: int) -> None:
     """Raise AdapterRejected unless all vectors of a module are [d_out].
 
-    module: name of the module in blobs.
+    module: name of the module in blobs (stored adapters).
     """
     for kind, span in vectors.items():
         if span.shape != (d_out,):
@@ -142,6 +142,6 @@ def check_widths(module: str, vectors: Mapping[str, TensorSpan], d_out: int) -> 
 
 
 def _canonical_vector(name: str) -> tuple[str, str] | None:
-    """Return (module's name in blobs, kind) of a tensor's vector; None for other tensors."""
+    """Return (module's name in stored adapters, kind) of a tensor's vector; else None."""
     vector = split_vector_name(name)
     return (canonical_module(vector[0]), vector[1]) if vector else None

@@ -237,8 +237,8 @@ def stays_packed(settings: EngineSettings, capability: tuple[int, int] | None) -
     """Return whether the base model's weights of 4 bits stay packed on the device.
 
     With weight_dtype=auto only experts in MXFP4 do, if they are served in bfloat16 on GPUs that can
-    multiply by them, and if each GPU's part has whole blocks. Raises ModelError if config.json
-    cannot be read or names an unsupported model.
+    multiply by them, and if each GPU's part has whole blocks of 32. Raises ModelError if
+    config.json cannot be read or names an unsupported model.
 
     capability: compute capability of the GPUs; None on a CPU.
     """

@@ -109,11 +109,11 @@ class StepInput:
         tokens.
     page_tables: for each group of layers, each sequence's pages from the first one that a token of
         this step attends to.
-    segments: [3, segments] int32, slot of the adapter, first token and length of each run of tokens
-        with one adapter; no segments without adapters.
+    segments: [3, segments] int32, slot of the adapter (row of LoraWeights.table), first token and
+        length of each run of tokens with one adapter; no segments without adapters.
     max_rank: upper bound of the ranks of the adapters in segments.
     changes_experts: whether some adapter changes linears of experts.
-    has_vectors: whether some adapter has DoRA's gains or biases (LoraWeights.vectors).
+    has_vectors: whether some adapter has DoRA's gains (an output is times 1 + gain) or biases.
     composed: whether some slot is that of a composition, several adapters added up.
     head_segments: [3, segments] int32, like segments, for lm_head and the rows of its logits.
     head_rank: upper bound of the adapters' ranks on lm_head.

@@ -142,8 +142,8 @@ def _chunk(steps: StepTimer, tokens: int, usual: StepCosts) -> tuple[float, floa
 
 
 def _pieces_s(steps: StepTimer, rows_s: dict[int, float], costs: StepCosts) -> float:
-    """Measure StepCosts.pieces_s: the seconds that a step takes longer as piecewise graphs than as
-    a single graph.
+    """Measure StepCosts.pieces_s: the seconds that a step takes longer as several CUDA graphs, cut
+    at attention, than as a single graph.
 
     rows_s: seconds of N tokens in a single graph without attention, by N.
     """
@@ -208,7 +208,8 @@ class _DummyAdapters:
 
     The adapters share no weights, so that a step reads each from memory.
 
-    rows: [count, layers, linears, 3], the adapters' entries in LoraWeights.table, without lm_head.
+    rows: [count, layers, linears, 3], each adapter's offsets of A and B in the arena, and rank,
+        without lm_head.
     rank: rank of each adapter on each linear.
     """
 
@@ -258,7 +259,7 @@ class _DummyAdapters:
 def _image(shape: BaseShape, rank: int) -> tuple[torch.Tensor, int]:
     """Return an adapter's entries in LoraWeights.table, and the number of elements of its weights.
 
-    The entries, [layers, linears, 3], place the weights at offset 0 of the arena.
+    The entries, [layers, linears, 3], are offsets of A and B in the arena, from 0 on, and the rank.
     """
     sizes = [
         [aligned(shape.matrices(linear) * rank * d) for d in shape.dims(linear)]

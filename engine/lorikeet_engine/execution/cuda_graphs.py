@@ -175,7 +175,7 @@ class CudaGraphs:
 
     @property
     def piecewise_sizes(self) -> tuple[int, ...]:
-        """Numbers of tokens for which a pass is captured as piecewise graphs, ascending."""
+        """Numbers of tokens for which a pass is captured as graphs cut at attention, ascending."""
         return tuple(self._piecewise)
 
     def fit(self, batch: Batch) -> bool:
@@ -231,7 +231,7 @@ class CudaGraphs:
         """Return the numbers of adapter segments that passes of this size have, ascending.
 
         size: number of tokens of the passes.
-        ladder: the whole or the piecewise passes.
+        ladder: passes captured as one graph each, or as several that are cut at attention.
         """
         most = min(self._limits.adapters, size)
         return (
@@ -242,7 +242,7 @@ class CudaGraphs:
         """Return the kinds of batches to capture at the start: without vectors and compositions.
 
         size: number of tokens of the passes.
-        ladder: the whole or the piecewise passes.
+        ladder: passes captured as one graph each, or as several that are cut at attention.
         """
         kinds = (False, True) if self._has_experts else (False,)
         counts = self._counts(size, ladder)
@@ -253,7 +253,7 @@ class CudaGraphs:
         """Return the kind with the fewest segments that this batch fits.
 
         size: number of tokens of the pass.
-        ladder: the whole or the piecewise passes.
+        ladder: passes captured as one graph each, or as several that are cut at attention.
         """
         segments = batch.segments
         if segments is None:

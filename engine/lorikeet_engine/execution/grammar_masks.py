@@ -68,7 +68,7 @@ class _Matched(NamedTuple):
     def behind_draft(self) -> "_Matched | None":
         """Return the row behind the first of `drafted`; None if no token may follow it.
 
-        The first row's matcher is copied, that of a later row advances.
+        The drafted token is accepted by a copy of a first row's matcher, or by a later row's own.
         """
         try:
             matcher = self.matcher if self.ahead else self.matcher.copy()

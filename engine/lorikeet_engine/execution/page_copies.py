@@ -64,7 +64,7 @@ class StorePages:
 class FetchPages:
     """Command to copy pages to the device, and to report how many have a wrong checksum.
 
-    number: number of the copy; negative, since the others are those of copies of adapters.
+    number: identifies the copy in reports; negative, since other numbers are of copies of adapters.
     """
 
     number: int

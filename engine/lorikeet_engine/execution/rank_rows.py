@@ -25,7 +25,8 @@ class RowAnswer(NamedTuple):
 
 
 class RowQuestion(NamedTuple):
-    """Question to a follower for facts of its rows, needed to pack DoRA's gains and biases.
+    """Question to a follower for facts of its rows, needed to pack DoRA's gains (an output is times
+    1 + gain) and biases.
 
     layer: index of the decoder layer.
     linear: index of the linear in BaseShape.modules.

@@ -29,7 +29,7 @@ class StepTimer:
     kv_tokens: tokens that the KV pages hold, in sequences of the longest context.
     longest: tokens of the longest context.
     context: default context of decodes, in tokens.
-    in_pieces: whether steps whose prompts attend to many tokens run as piecewise graphs.
+    in_pieces: whether steps whose prompts attend to many tokens run as several CUDA graphs.
     """
 
     def __init__(self, runner: ModelRunner, kv_pages: int, settings: EngineSettings) -> None:

@@ -252,6 +252,7 @@ class ForwardPass:
     """Step whose forward pass was launched.
 
     chunks: the step's chunks in the order of the batch.
+    launch: time of the launch, and numbers of sequences and adapters.
     logits: [tokens to sample, vocab], on the device, in the order of the chunks.
     scores: log probabilities of the prompts' tokens; None if no prompt is scored.
     pooled: embeddings or head's scores of the prompts; None if no prompt is pooled.
@@ -279,6 +280,7 @@ class InFlightStep:
     """Step that was launched and whose results the host has not read yet.
 
     chunks: the step's chunks in the order of the batch.
+    launch: time of the launch, and numbers of sequences and adapters.
     sample: tokens that the step samples.
     scores: log probabilities of the prompts' tokens; None if no prompt is scored.
     pooled: embeddings or head's scores of the prompts; None if no prompt is pooled.

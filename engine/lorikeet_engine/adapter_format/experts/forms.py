@@ -75,7 +75,7 @@ class ExpertTensor:
 
     @property
     def blob_dtype(self) -> str:
-        """Dtype that the tensor has in a blob, in safetensors' naming."""
+        """Dtype that the tensor has in a stored adapter (blob), in safetensors' naming."""
         return self.sources[0].blob_dtype
 
     def pieces(self) -> Iterator[bytes]:
@@ -430,7 +430,7 @@ def _of_numbered(
 ) -> dict[str, ExpertTensor]:
     """Stack one linear's A, and its B, of all experts of a layer that have numbers in their names.
 
-    module: name of the linear in blobs.
+    module: name of the linear in blobs (stored adapters).
     members: for each expert's number, its module in `pairs`.
     config: tells rank and scaling of each module.
 
@@ -465,7 +465,7 @@ def _halves(
 ) -> dict[str, dict[str, ExpertTensor]]:
     """Split gate_up_proj of all experts into gate_proj and up_proj, which share A, by module.
 
-    experts: module that contains the experts, and a dot.
+    experts: path of the module that contains the experts, with a dot at its end.
     stacked: A and B of gate_up_proj.
     """
     count, d_out, rank = stacked["B"].shape

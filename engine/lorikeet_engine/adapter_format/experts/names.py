@@ -32,13 +32,13 @@ def experts_kind(*, clamped: bool) -> str:
 
 
 def is_of_experts(module: str) -> bool:
-    """Whether a module belongs to experts. Its name may be the trainer's or that in blobs."""
+    """Whether a module belongs to experts. Its name may be the trainer's or a blob's."""
     return (_EXPERTS.fullmatch(module) or LISTED.fullmatch(module)) is not None
 
 
 def is_listed(module: str) -> bool:
-    """Whether a module, given by its name in blobs, is of one of Unsloth's lists of experts'
-    linears, gate_up_projs and down_projs.
+    """Whether a module, named as in blobs (stored adapters), is of one of Unsloth's lists of
+    experts' linears, gate_up_projs and down_projs.
     """
     match = NUMBERED.fullmatch(module)
     return match is not None and match[3] in (GATE_UPS, DOWNS)
@@ -76,7 +76,7 @@ def modern(module: str) -> str:
 
 
 def linear_of(module: str) -> str:
-    """Return the linear that a module of experts adapts, in the naming of blobs.
+    """Return the linear that a module of experts adapts, in the naming of blobs (stored adapters).
 
     module: a module of one expert or of all experts, or a wrapped parameter; gate_up_proj and
         gate_up_projs count as gate_proj. Any other module is returned unchanged.
@@ -125,7 +125,7 @@ class ConfiguredNames:
     def of(self, path: str) -> set[str]:
         """Return the names by which a config can target a linear.
 
-        path: path of the linear in its layer, in the naming of blobs.
+        path: path of the linear in its layer, in the naming of blobs (stored adapters).
         """
         return {name for block in self._blocks for name in self._of(path.replace(_BLOCK, block))}
 
