@@ -238,7 +238,7 @@ def parts_of(linear: str) -> tuple[str, ...]:
 
 
 def is_outer(saved: str, outer: Linear) -> bool:
-    """Whether a module in a trainer's file is the given module outside the decoder layers.
+    """Whether a module in a trainer's file is `outer`, a module outside the decoder layers.
 
     outer: one of OUTER. LAYER_INPUTS among them may be named as a parameter, with .weight.
     """

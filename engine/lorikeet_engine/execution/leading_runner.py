@@ -41,7 +41,7 @@ class LeadingRunner(ModelRunner):
 
         group: collective operations over all ranks.
         followers: the other ranks' processes.
-        parts: arguments of ModelRunner.
+        parts: arguments of ModelRunner: model, attention, weights, KV pages, graphs, states.
         """
         super().__init__(*parts)
         self._group, self._followers = group, followers
@@ -73,7 +73,7 @@ class LeadingRunner(ModelRunner):
                 self._group.broadcast_tokens(tokens)
 
     def forward(self, batch: Batch, scores: LogitsReader | None = None) -> torch.Tensor:
-        """Return the batch's logits, as ModelRunner.forward; any error becomes DeviceLost."""
+        """Return the logits [rows, vocab] of batch.logit_rows; any error becomes DeviceLost."""
         with for_good():
             return super().forward(batch, scores)
 

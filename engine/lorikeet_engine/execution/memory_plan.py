@@ -38,7 +38,7 @@ class MemoryPlan:
     states: bytes of the states of delta nets; 0 for a model without delta nets.
     cached_states: number of these states that do not belong to running sequences.
     kv: bytes of the KV pages.
-    kv_dtype: EngineSettings.kv_dtype.
+    kv_dtype: dtype of keys and values, from EngineSettings.
     kv_tokens: tokens whose keys and values fit into the KV pages. Where layers with windows save
         pages, this holds for sequences of max_context tokens.
     max_context: maximum number of tokens of prompt plus output that model and settings allow.

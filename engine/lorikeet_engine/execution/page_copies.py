@@ -48,8 +48,8 @@ _ABANDON_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class AllocateHostPages:
-    """Command to allocate a rank's host memory for KV pages, with the largest number of slots for
-    which every rank has room.
+    """Command to allocate a rank's host memory for KV pages, and to find the largest number of
+    pages that all ranks have room for.
     """
 
 
@@ -98,7 +98,7 @@ class RankPages:
             row[-1] = words.sum()
 
     def fetch(self, copies: Sequence[PageCopy]) -> Callable[[], int]:
-        """Prepare a copy of pages to the device, behind all steps launched so far.
+        """Prepare a copy of pages to the device, to run after all steps launched so far.
 
         Returns a function that copies, waits for the end and returns the number of pages with a
         wrong checksum. On CUDA it is to be called on another thread.
@@ -167,7 +167,7 @@ class CudaRankPages(RankPages):
         self._stored[1] = self._storing.record_event()
 
     def fetch(self, copies: Sequence[PageCopy]) -> Callable[[], int]:
-        """Prepare a copy of pages to the device, behind all steps and stores launched so far.
+        """Prepare a copy of pages to the device, after all steps and stores launched so far.
 
         Returns a function that copies, waits for the end and returns the number of pages with a
         wrong checksum.
@@ -180,8 +180,8 @@ class CudaRankPages(RankPages):
     ) -> int:
         """Copy pages from the host in parts; wait; return the number with a wrong checksum.
 
-        steps: event behind which the pages on the device may be written to.
-        stores: event behind which the host has the pages.
+        steps: event after which the pages on the device may be written to.
+        stores: event after which the host has the pages.
         """
         most = _PARTS_UNDER_WAY
         if len(copies) * self._host.shape[1] * _WORD.itemsize <= _AT_ONCE_BYTES:
@@ -321,7 +321,8 @@ class PageCopies:
 def allocate_rank_pages(
     kv: torch.Tensor, settings: EngineSettings, groups: int, least: Callable[[int], int]
 ) -> tuple[RankPages, int] | None:
-    """Allocate a rank's host memory for KV pages; return it with its number of slots.
+    """Allocate a rank's host memory for KV pages; return it with the number of pages that all
+    ranks have room for.
 
     Returns None, and logs the reason, if a rank's host memory cannot be allocated or holds no page.
 

@@ -37,7 +37,7 @@ class ReadPooled:
 
 
 class PooledPrompts:
-    """Embeddings or head's scores of the prompts that one step completes.
+    """Embeddings or head's scores of the prompts whose last tokens one step computes.
 
     `compute` launches the work, `wait` returns its results.
 
@@ -47,8 +47,8 @@ class PooledPrompts:
     def __init__(
         self, chunks: list[Chunk], weights: LoraWeights | None, score: ScoreHead | None
     ) -> None:
-        """Collect the prompts that the step completes, and the chunks of prompts whose mean is
-        sought.
+        """Collect the prompts whose last tokens the step computes, and the chunks of prompts whose
+        mean is sought.
 
         chunks: the step's chunks in the order of the batch; the step pools at least one.
         weights: memory of the adapters' weights; may be None without adapters.
@@ -141,7 +141,7 @@ class PooledPrompts:
 
 
 def pools(chunk: Chunk) -> bool:
-    """Whether a chunk completes a prompt that is to be pooled, or counts in a prompt's mean."""
+    """Whether a chunk ends a prompt that is to be pooled, or counts in a prompt's mean."""
     sequence = chunk.sequence
     return sequence.request.pools is not None and (chunk.completes or _has_mean(sequence))
 

@@ -82,7 +82,7 @@ class OneRank:
     def runner(self, *parts: Any) -> ModelRunner:
         """Make a runner of steps, in all ranks if there are others.
 
-        parts: arguments of ModelRunner.
+        parts: arguments of ModelRunner: model, attention, weights, KV pages, graphs, states.
         """
         return ModelRunner(*parts)
 
@@ -143,7 +143,7 @@ class LeadingRank(OneRank):
     def runner(self, *parts: Any) -> ModelRunner:
         """Make a runner whose steps run in all ranks.
 
-        parts: arguments of ModelRunner.
+        parts: arguments of ModelRunner: model, attention, weights, KV pages, graphs, states.
         """
         return LeadingRunner(self.group, self.followers, *parts)
 

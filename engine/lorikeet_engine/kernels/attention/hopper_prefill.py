@@ -86,9 +86,9 @@ class HopperPrefill:
     def plan(self, batch: PagedSequences) -> bool:
         """Plan the attention of a batch.
 
-        Returns False, without a plan, if FA2 is faster for this batch. The first call raises errors
-        of compiling the kernels. Before each call, the caller must wait until the previous plan has
-        been copied to the device.
+        Returns False, without a plan, if FlashInfer's FA2 kernels are faster for this batch. The
+        first call raises errors of compiling the kernels. Before each call, the caller must wait
+        until the previous plan has been copied to the device.
         """
         self._compiled.result()
         cut = self._cut = cut_prefixes(batch, self._shape, self._programs)
@@ -124,7 +124,7 @@ class HopperPrefill:
     def attend(
         self, q: torch.Tensor, layer_kv: torch.Tensor, out: torch.Tensor | None
     ) -> torch.Tensor:
-        """Compute causal attention of the planned batch in one layer; return it, like q.
+        """Compute causal attention of the planned batch in one layer; return it in q's shape.
 
         q: queries whose heads are padded to the width of the heads in KV pages.
         layer_kv [2, pages, page_size, kv_heads, kv_head_dim]: keys and values of the layer.
