@@ -62,8 +62,7 @@ def copies_metadata(copies: Iterable[BaseCopy]) -> dict[str, str]:
 
 
 def base_copies(blob: Path) -> tuple[BaseCopy, ...]:
-    """Return name, shape and hash of each matrix of the base model that was saved along with an
-    adapter.
+    """Return name, shape and hash of each matrix of the base model saved along with an adapter.
 
     blob: the adapter's file.
 

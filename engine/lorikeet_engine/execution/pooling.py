@@ -141,7 +141,7 @@ class PooledPrompts:
 
 
 def pools(chunk: Chunk) -> bool:
-    """Whether a chunk ends a prompt that is to be pooled, or counts in a prompt's mean."""
+    """Whether a chunk ends a prompt that is to be pooled, or has tokens of a prompt's mean."""
     sequence = chunk.sequence
     return sequence.request.pools is not None and (chunk.completes or _has_mean(sequence))
 
