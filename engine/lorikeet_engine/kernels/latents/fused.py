@@ -326,8 +326,9 @@ def _add_low_rank(
 ) -> None:
     """Add both products of an adapter of kv_b_proj for one tile of tokens and one head.
 
-    x, out, of_outputs: see _add_adapters; x_token, x_head, out_token, out_head: their strides.
+    x, out: input, and tensor to add to. x_token, x_head, out_token, out_head: their strides.
         d_in, d_out: their widths.
+    of_outputs: whether out gets B_v·(A·x) of attention outputs x, not Aᵀ·(B_kᵀ·x) of queries x.
     arena, table: the adapters' weights, and where each begins (LoraWeights).
     tiles: slot and tokens of each tile (Tiles.rows).
     slot_stride, layer_stride: strides of table.

@@ -122,7 +122,7 @@ class LaunchConfig:
 
 @cache
 def launch_config(regime: Regime, device: torch.device) -> LaunchConfig:
-    """Return the launch parameters for a regime on this GPU, or the default parameters."""
+    """Return tuning.json's launch parameters for a regime on this GPU, or its default ones."""
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else "default"
     entries = json.loads(PATH.read_text())
     return LaunchConfig.parse(entries.get(gpu, entries["default"])[regime])
