@@ -73,7 +73,7 @@ def _within_blocks(config: ProductConfig, block: tuple[int, int]) -> ProductConf
 def _has_cublas(weight: Fp8Rows, device: torch.device) -> bool:
     """Return whether cuBLASLt can multiply by a weight whose blocks have scales.
 
-    cuBLASLt needs CUDA 12.9, Hopper, and blocks of 128 x 128.
+    This takes CUDA 12.9, Hopper, blocks of 128 x 128, and whole blocks, four by four in d_in.
     """
     d_out, d_in = weight.rows.shape
     # torch's releases disagree on the strides of scales unless d_in has a multiple of four blocks

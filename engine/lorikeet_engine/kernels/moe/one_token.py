@@ -59,7 +59,10 @@ def gate_up_of(
 
 
 def bias_arguments(biases: ClampedBiases | None) -> tuple[torch.Tensor | None, float, float]:
-    """Return the kernel arguments of an activation: biases of gate_up, alpha and limit."""
+    """Return the kernel arguments of clamped_swiglu: biases of gate_up, alpha and limit.
+
+    These are None, 0 and 0 if `biases` is None.
+    """
     if biases is None:
         return None, 0.0, 0.0
     return biases.gate_up, biases.clamp.alpha, biases.clamp.limit

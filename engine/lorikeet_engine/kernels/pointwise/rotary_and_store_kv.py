@@ -86,7 +86,8 @@ def _mean_squares(
 ) -> None:
     """Compute the mean square of one token's queries, or of its keys, divided by `processes`.
 
-    qkv, processes: see kernels.pointwise.mean_squares; means: its result.
+    qkv: queries, keys and values of each token. processes: number of processes.
+    means [tokens, 4]: result, the part of queries in column 0 and the part of keys in column 1.
     lora, adapted: LoRA delta of qkv, and its number of rows; None: no delta.
     token_stride: elements of qkv from token to token.
     queries, keys: elements of all queries, and of all keys, of a token.

@@ -101,8 +101,8 @@ def _chunk(
     """Load a chunk of a row: its columns, and its float32 logits [_CHUNK].
 
     row: pointer to the row of logits.
-    groups, listed: list of groups of neighbours and its length. The chunk consists of tokens of
-        these groups; if the length is 0, of any tokens of the row.
+    groups, listed: list of groups of neighbouring columns, and its length. The chunk
+        consists of tokens of these groups; if the length is 0, of any tokens of the row.
     chunk: index of the chunk.
     """
     place = tl.arange(0, _CHUNK)
@@ -129,7 +129,7 @@ def _count(
     """Count the tokens in the listed groups whose sort key is at least `least`.
 
     row: pointer to the row of logits.
-    groups, listed: list of groups of neighbours, and its length.
+    groups, listed: list of groups of neighbouring columns, and its length.
     bits: bits of sort keys (arithmetic.key_of): 16 for bfloat16 logits, else 32.
     """
     count = 0
@@ -150,7 +150,7 @@ def _list_groups(
     block: tl.constexpr,
     bits: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """List the groups of neighbours that may contain one of the top_k tokens.
+    """List the groups of neighbouring columns that may contain one of the top_k tokens.
 
     largest: pointer to the largest logits of the row's groups. count: number of these groups.
     groups: memory to which the list is written.
@@ -187,11 +187,11 @@ def _last_of_top_k(
     vocab: tl.constexpr,
     bits: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Return the sort key of the last of the top_k tokens, and the end of the columns whose tokens
-    are kept if they have this key.
+    """Return the lowest sort key among the top_k tokens, and the column before which tokens with
+    this key are among the top_k.
 
     row: pointer to the row of logits.
-    groups, listed: list of groups of neighbours, and its length.
+    groups, listed: list of groups of neighbouring columns, and its length.
     low, high: bounds of the sort key, the lower one inclusive.
     bits: bits of sort keys (arithmetic.key_of): 16 for bfloat16 logits, else 32.
     """
