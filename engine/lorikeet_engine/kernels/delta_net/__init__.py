@@ -230,7 +230,8 @@ def prefill_convolution(
     The result equals that of decode_convolution called token by token, even if a sequence's tokens
     are divided among several calls.
 
-    All arguments and the result: as for decode_convolution
+    prefills: tokens and state slot of each sequence
+    All other arguments, and the result: as for decode_convolution
     """
     operator = _operators(x.device.type).prefill_convolution
     y: torch.Tensor = operator(x, weight, states, prefills, lora, out, bias)

@@ -163,7 +163,8 @@ def _multiply(
 ) -> None:
     """Compute an output tile, some outputs of some tokens, or its partial sums over some inputs.
 
-    Operands: see `multiply`; x_scales, w_scales: scales of its operands tokens and weight.
+    x, x_scales, weight, w_scales: elements and scales of the tokens and of the weight. y: result.
+    bias: added to each output; None: no bias.
     parts: partial sums of all programs.
     arrived: counters of finished programs, one for each output tile. Both None without split-K.
     count: number of tokens.

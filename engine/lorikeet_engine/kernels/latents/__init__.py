@@ -53,7 +53,8 @@ class AbsorbedWeight:
     rows [heads, plain + values, kv rank], contiguous: of each head, W_k, which makes its key of a
         latent, then W_v, which makes its value.
     plain: elements of a head's key without rotary embedding; `values` are those of its value.
-    layer, group: index of the layer, and kv_b_proj as a group of one linear.
+    layer, group: index of the layer, and kv_b_proj as a group of one linear, by which LoraWeights
+        finds the adapters' weights.
     """
 
     rows: torch.Tensor

@@ -102,7 +102,8 @@ def _expand_act_and_mul(
 
     Tokens without an adapter are computed like those of an adapter of rank 0.
 
-    x, gelu: operands of expand_act_and_mul; y: its result. All other operands: see expand._expand.
+    x: gates, then values, without LoRA. y: result. gelu: GELU instead of SiLU.
+    All other operands: see expand._expand.
     """
     slot, start, length = tile_at(tiles, tl.program_id(1))
     if length == 0:

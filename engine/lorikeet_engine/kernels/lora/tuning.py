@@ -59,7 +59,8 @@ class ShrinkConfig:
     wide_columns: columns of v for one program if the adapter has more ranks than `columns`.
     block_in: columns of x read at once.
     programs: number of programs to aim for when d_in is split among programs.
-    warps, stages: see triton.Config.
+    warps: number of warps of a program.
+    stages: number of tiles that are loaded at the same time.
     """
 
     columns: int
@@ -76,7 +77,7 @@ class ExpandConfig:
 
     columns: columns of the output that a program computes at once.
     blocks: blocks of `columns` columns that a program computes one after the other.
-    warps: see triton.Config.
+    warps: number of warps of a program.
     """
 
     columns: int

@@ -147,7 +147,8 @@ def _decode_scan(
     least, most: limits of the time step δ.
     slots, tokens: state slot and token of each sequence (Decodes).
     lora, adapted: LoRA delta of dt, and its number of rows; None: no delta.
-    keys, corrections, decays, counts: see Ring; they hold B, δ x and g.
+    keys, corrections, decays, counts: B, δ x and g of the tokens in the rings, and number of these
+        tokens (Ring).
     stride, dt_stride: elements of xbc and of dt from token to token. slot_stride: elements of
         states from slot to slot.
     entries: maximum number of tokens of a ring; 0: there is no ring.

@@ -29,7 +29,8 @@ class TileConfig:
 
     rows, outputs: size of a program's output tile.
     inputs: columns of the weight read at once.
-    warps, stages: see triton.Config.
+    warps: number of warps of a program.
+    stages: number of tiles that are loaded at the same time.
     """
 
     rows: int

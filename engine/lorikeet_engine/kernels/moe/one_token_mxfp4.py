@@ -131,7 +131,7 @@ def _gate_up_mxfp4(
 ) -> None:
     """Compute some activations of one expert: half of a tile's outputs gate the other half.
 
-    x, chosen: see gate_up_of; y: its result.
+    x, chosen: input, and the token's experts. y: result.
     words, scales: codes and scales of the weight (Mxfp4Experts).
     biases, alpha, limit: biases of gate_up and constants of clamped_swiglu (Clamp).
     upcast: whether to multiply in float32.
@@ -177,7 +177,9 @@ def _down_mxfp4(
 
     The last program of a tile adds up those of all experts.
 
-    x, chosen, shares, biases: see down_of; y: its result.
+    x: input of each of the token's experts. y: result.
+    chosen, shares: the token's experts, and their weights in the sum.
+    biases: biases of all experts, added to their outputs; None: no biases.
     words, scales: codes and scales of the weight (Mxfp4Experts).
     parts [per_token, split, d_out]: partial sums of all programs.
     split: number of programs that share the inputs.

@@ -178,7 +178,8 @@ def _rotary_and_store_kv(
     qkv, cos, sin, query_gain, layer_kv, slots, interleaved, spans_head, keys_are_values: see
         kernels.pointwise.rotary_and_store_kv.
     lora, adapted: LoRA delta of qkv, and its number of rows; None: no delta.
-    query_weight, key_weight, eps, mean_squares: see QkNorm; without a norm, the weights are None.
+    query_weight, key_weight: weights of the norms of queries and keys; None: no norm.
+    eps: added to mean squares. mean_squares: those of queries and keys; None: computed here.
     whole: whether all heads together are normalised, instead of each head.
     norms_values: whether values are normalised, without a weight.
     block_heads: heads of the program.

@@ -69,7 +69,8 @@ def _sum_chunks(
     For a row with top_k, computes the largest logit of each of the chunk's groups of neighbouring
     columns instead.
 
-    logits, best, draws: see kernels.sampling.draw_tokens.
+    best: largest logit of each row of logits.
+    draws: row of logits and parameters of each draw (kernels.sampling).
     sums: for each row the chunks' sums of kept weights, then of all weights; written here.
     largest: for each row the largest logit of each group; written here.
     """
@@ -246,7 +247,8 @@ def _draw(
     A draw is from the tokens that rank better than (key, end), which is the limit of top_k for the
     first draw, and the last rejected token for later draws.
 
-    logits, best, draws, tokens: see kernels.sampling.draw_tokens.
+    best: largest logit of each row of logits. tokens: drawn token of each row; written here.
+    draws: row of logits and parameters of each draw (kernels.sampling).
     sums, largest: results of _sum_chunks. groups: memory for _list_groups.
     bits: bits of sort keys (arithmetic.key_of): 16 for bfloat16 logits, else 32.
     chunks: number of chunks of a row; chunks_block: that, rounded up to a power of two.
