@@ -11,7 +11,7 @@ from lorikeet_engine.kernels.fp8_kv import KvScales
 
 
 class SdpaAttention:
-    """AttentionBackend by torch, for all devices and any mix of prefill and decode."""
+    """Attention by torch's operators, for all devices and any mix of prefill and decode."""
 
     def __init__(
         self, soft_cap: float | None = None, scale: float | None = None, latent: int = 0
