@@ -24,7 +24,7 @@ class GemvConfig:
     stages: number of tiles that are loaded at the same time.
     programs: number of persistent programs, which share all rows of the weight and prefetch their
         next rows; tiles then have whole rows. 0: a program computes `rows` rows and ends.
-    warps: see triton.Config.
+    warps: number of warps of a program.
     """
 
     rows: int

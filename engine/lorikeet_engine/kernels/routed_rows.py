@@ -13,7 +13,7 @@ class RoutedRows:
     sorted by expert, then by token (kernels.moe).
 
     weights [tokens, per_token] float32: the weights of each token's experts.
-    pairs [rows] int32: pair of each row; the row's token is pair // per_token.
+    pairs [rows] int32: index of each row's pair: token · per_token + j for a token's j-th expert.
     rows [tokens, per_token] int32: row of each pair.
     experts [tokens, per_token] int32: the experts of each token, in the order of choice.
     starts [experts + 1] int32: expert e has the rows from starts[e] to before starts[e + 1].

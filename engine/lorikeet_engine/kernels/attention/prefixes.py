@@ -29,8 +29,8 @@ _KEYS_TO_BEGIN, _KEYS_TO_CUT = 400, 2000
 class PlannedSequences:
     """Sequences for one plan of an attention kernel; implements PagedSequences.
 
-    query_starts [sequences + 1]: index of each sequence's first query token, and their number.
-    page_tables: KV pages of the sequences, for each group of layers.
+    query_starts [sequences + 1]: first query token of each sequence, then the number of all tokens.
+    page_tables: KV pages of the sequences, one table for each group of layers.
     """
 
     query_starts: Int32s
@@ -45,9 +45,9 @@ class PrefixParts:
         to all keys of the part.
     tokens: for each query token of the parts, the token's index in the step. In a part, each of the
         query heads that share a key head is a query row of its own.
-    places [tokens, 3] int32: for each token of the step, the row of its first query head in its
-        first part, the number of rows from one of its parts to the next, and the number of its
-        parts.
+    places [tokens, 3] int32: for each token of the step, where its query rows are in `parts`: the
+        row of its first query head in its chunk's first part, the number of rows from one of the
+        chunk's parts to the next, and the number of these parts.
     own: the step's sequences without the pages that are in parts.
     """
 
@@ -58,7 +58,9 @@ class PrefixParts:
 
 
 def cut_prefixes(batch: PagedSequences, shape: AttentionShape, programs: int) -> PrefixParts | None:
-    """Cut the keys before each prompt chunk into parts; None if cutting them saves no time.
+    """Cut the keys before each prompt chunk into parts, which GPU programs share.
+
+    Only full pages are cut. Returns None if cutting saves no time.
 
     programs: number of GPU programs that run at the same time.
     """
@@ -94,7 +96,7 @@ def count_parts(
     """Return the number of parts into which the keys before each chunk are cut, so that attention
     ends soonest.
 
-    tiles [chunks]: number of query tiles of each chunk, and of each of the chunk's parts.
+    tiles [chunks]: number of query tiles of each chunk; each of its parts has as many.
     keys [chunks]: number of keys before each chunk.
     programs: number of GPU programs that run at the same time.
     """
@@ -114,10 +116,11 @@ def count_parts(
 def seen_by_each(
     tokens: npt.NDArray[np.integer], kv_lengths: npt.NDArray[np.integer]
 ) -> npt.NDArray[np.int64]:
-    """Return, for each sequence, the number of tokens that each of its last tokens attends to,
-    added up over these last tokens (costs.seen_tokens).
+    """Return each sequence's number of pairs of a query token and a token that it attends to.
 
-    tokens [sequences]: number of last tokens of each sequence to sum over.
+    The query tokens are the last of the sequence. The number is approximate, as costs.seen_tokens.
+
+    tokens [sequences]: number of query tokens of each sequence.
     kv_lengths [sequences]: lengths of the sequences.
     """
     tokens_wide = tokens.astype(np.int64)

@@ -120,8 +120,8 @@ class PageTable:
 class PagedSequences(Protocol):
     """Fields of a batch that attention reads. Implemented by Batch (models/batch.py).
 
-    query_starts [sequences + 1]: index of each sequence's first query token, and their number.
-    page_tables: KV pages of the sequences, for each group of layers.
+    query_starts [sequences + 1]: first query token of each sequence, then the number of all tokens.
+    page_tables: KV pages of the sequences, one table for each group of layers.
     """
 
     @property

@@ -11,7 +11,7 @@ from lorikeet_engine.kernels.fp8_kv import KvScales
 
 
 class SdpaAttention:
-    """AttentionBackend by torch, for all devices and any mix of prefill and decode."""
+    """Attention by torch's operators, for all devices and any mix of prefill and decode."""
 
     def __init__(
         self, soft_cap: float | None = None, scale: float | None = None, latent: int = 0
@@ -73,8 +73,11 @@ def _attend_one(
     q [queries, heads, head_dim]: the last tokens of the sequence
     keys [length, kv_heads, head_dim]
     values [length, kv_heads, head_dim, or less in latent attention]
-    scales, window, sinks: as for AttentionBackend.attend
-    soft_cap, scale: see AttentionShape
+    scales: factors of keys and values of FP8 pages; None: no factors
+    window: number of tokens that a query attends to, itself included; None: all up to it
+    soft_cap: c in c · tanh(s / c), applied to attention scores s; None: no cap
+    sinks [heads]: a logit more in each head's softmax, without a value; None: no sinks
+    scale: factor of attention scores; None: 1 / √head_dim
     → [queries, heads, width of a value] like q
     """
     queries, heads, head_dim = q.shape

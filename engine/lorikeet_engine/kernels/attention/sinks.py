@@ -31,8 +31,9 @@ def _add_sinks(
     rows: tl.constexpr,
     columns: tl.constexpr,
 ) -> None:
-    """Add the sinks of one token's heads. Operands: see `add_sinks`.
+    """Multiply one token's result by the share that each head's softmax leaves to the keys.
 
+    mixed, lse, sinks: result without sinks, log2 of the sum of exponentials, logits of the sinks.
     rows, columns: `heads` and `head_dim`, rounded up to powers of two.
     """
     token = tl.program_id(0).to(tl.int64)

@@ -149,7 +149,8 @@ class Ring(NamedTuple):
     """Last tokens of each slot's sequence, which are not yet added to the slot's state.
 
     keys [slots, key_heads, entries, key_dim] float32: keys, scaled to an L2 norm of 1
-    corrections [slots, value_heads, entries, value_dim] float32: β (v − S k) of each token
+    corrections [slots, value_heads, entries, value_dim] float32: β (v − exp(g) S k) of each token,
+      with the state S before it
     decays [slots, value_heads, entries] float32: g, the logarithm of each token's decay
     counts [slots, value_heads, value_dim] int8: number of the slot's tokens, 0 to entries. All
       values of a slot have the same count; each has its own copy, so that no two programs of a
@@ -169,7 +170,7 @@ class Ring(NamedTuple):
     ) -> "Ring":
         """Return rings without tokens.
 
-        sizes: dimensions before those of a slot's tensors: of layers, if any, and last of slots.
+        sizes: leading dimensions of the tensors: (slots,) or (layers, slots).
         entries: number of tokens that a ring can hold.
         dtype: dtype of all tensors but the counts.
         """
@@ -229,7 +230,8 @@ def prefill_convolution(
     The result equals that of decode_convolution called token by token, even if a sequence's tokens
     are divided among several calls.
 
-    All arguments and the result: as for decode_convolution
+    prefills: tokens and state slot of each sequence
+    All other arguments, and the result: as for decode_convolution
     """
     operator = _operators(x.device.type).prefill_convolution
     y: torch.Tensor = operator(x, weight, states, prefills, lora, out, bias)
@@ -248,6 +250,9 @@ def decode_delta_rule(
     ring: Ring | None = None,
 ) -> torch.Tensor:
     """Compute the gated delta rule of one token of each sequence, and update its state in place.
+
+    For each value head, S becomes exp(g) S + β (v − exp(g) S k) kᵀ, and the result is S q, with k
+    scaled to length 1 and q to length 1 / √key_dim.
 
     qkv [tokens, sum(heads.widths)], each token contiguous: queries, keys and values, as the
       convolution returns them

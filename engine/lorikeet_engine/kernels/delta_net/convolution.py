@@ -80,7 +80,7 @@ def _input(
 ) -> tl.tensor:
     """Load inputs of the convolution, add their LoRA delta, and round the sums to x's dtype.
 
-    x: see kernels.delta_net.decode_convolution.
+    x [tokens, channels]: inputs without the delta.
     lora, adapted: LoRA delta of x, and its number of rows; None: no delta.
     token, channel: indices of the inputs. stride: elements of x from token to token.
     inside: mask of the inputs to load; the result is 0 elsewhere. token, channel and inside must
@@ -112,7 +112,8 @@ def _decode_convolution(
 ) -> None:
     """Compute the convolution of one sequence's token for a block of channels, and shift the state.
 
-    x, weight, bias, states: see kernels.delta_net.decode_convolution. y: its result.
+    x, weight, bias: inputs, and the factors and bias of each channel; bias None: no bias.
+    states: last inputs of each slot's sequence. y: result.
     slots, tokens: state slot and token of each sequence (Decodes).
     lora, adapted: LoRA delta of x, and its number of rows; None: no delta.
     stride: elements of x from token to token. slot_stride: elements of states from slot to slot.

@@ -132,7 +132,8 @@ def _decode_delta_rule(
 ) -> None:
     """Compute some values of one value head for one sequence's token, and update their state.
 
-    qkv, ba, states: see kernels.delta_net.decode_delta_rule. o: its result.
+    qkv: queries, keys and values. ba: b and a of each value head, which give β and the decay.
+    states: S of each slot (kernels.delta_net.decode_delta_rule). o: result.
     slots, tokens: state slot and token of each sequence (Decodes).
     a_log, dt_bias: weights of the decay (Decay).
     lora, adapted: LoRA delta of ba, and its number of rows; None: no delta.
@@ -219,7 +220,8 @@ def _solve_chunks(
 
     solved: T, the inverse of the chunk's triangular system, with columns multiplied by β.
     mixed: (qkᵀ D) T.
-    factors: [chunks, value_heads, _FACTORS, _CHUNK], factors of each token.
+    factors [chunks, value_heads, _FACTORS, _CHUNK]: factors of each token's k Sᵀ, of its q Sᵀ, and
+        of its correction in the state after the chunk.
     faded: exp(γ[last]), the factor of the state from the chunk's start to its end.
     ends: token after each sequence's last.
     chunks: sequence and first token of each chunk.
@@ -300,7 +302,8 @@ def _scan_chunks(
 ) -> None:
     """Compute some values of one value head for one sequence, chunk after chunk; update the state.
 
-    solved, mixed, factors, faded: results of _solve_chunks.
+    solved, mixed, factors, faded: results of _solve_chunks: T, (qkᵀ D) T, factors of each token,
+        and the state's decay over each chunk.
     slots, starts, ends, first_chunks: state slot, first token, end and first chunk of each
         sequence.
     saves: slot to which the state after each chunk is copied; −1: none.

@@ -133,7 +133,9 @@ def decode_recurrence(
     """Compute a recurrence for one token of each sequence; update states in place.
 
     operands: operands of all tokens.
-    states, ring: as for kernels.delta_net.decode_delta_rule.
+    states [slots, value_heads, value_dim, key_dim]: state of each slot.
+    ring: tokens of each slot not yet added to its state. The token joins them; if the ring is full,
+        all are added to the state. None: the token is added to the state.
     o [tokens, value_heads, value_dim]: the outputs of these tokens are written here.
     skip: like o; added to the outputs before they are rounded. None: nothing is added.
     """
@@ -157,7 +159,9 @@ def prefill_recurrence(
 ) -> None:
     """Compute a recurrence for several tokens of each sequence; update states in place.
 
-    Arguments: see decode_recurrence and kernels.delta_net.prefill_delta_rule.
+    operands, states, o, skip: as for decode_recurrence.
+    ring: tokens of each slot not yet added to its state, which are added first. None: all tokens
+        are in the states.
     """
     if ring is not None:
         _empty_ring(states, ring, prefills.slots[prefills.slots >= 0].long())
@@ -199,11 +203,12 @@ def chunked_recurrence(
     states: torch.Tensor,
     behind: dict[int, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute `recurrence` by chunks of CHUNK tokens (arXiv 2412.06464, section 3.3).
+    """Compute a recurrence by chunks of CHUNK tokens (arXiv 2412.06464, section 3.3).
 
+    starts [sequences + 1] int32, states: first tokens and states of the sequences
     behind: dictionary to which the state after each chunk is added, by the chunk's first token;
       None: states between chunks are not kept
-    All other arguments, and the result: see `recurrence`
+    → outputs of all tokens, and states after the last tokens, as `recurrence` returns them
     """
     o, states = torch.empty_like(operands.v), states.clone()
     for sequence, (start, end) in enumerate(pairwise(starts.tolist())):
@@ -293,7 +298,8 @@ def _next_in_ring(
 
     A full ring's tokens are added to the slot's state, with the current one.
 
-    states, ring: as for decode_delta_rule. slots [sequences] int64: slots of the tokens
+    states, ring: state of each slot, and its tokens that are not yet added to the state
+    slots [sequences] int64: slots of the tokens
     """
     q, k, v, g, beta = operands
     keys, corrections, decays, counts = _held(ring, slots, v.shape[1])
@@ -304,7 +310,10 @@ def _next_in_ring(
     before = wide(states[slots])
 
     def read(x: torch.Tensor) -> torch.Tensor:
-        """Multiply x by the state before the token's correction, without computing this state."""
+        """Return S x for keys or queries x, without computing S.
+
+        S is the state after the ring's tokens and the current token's decay.
+        """
         of_state = (before @ x.unsqueeze(3)).squeeze(3)
         similar = (keys @ x.unsqueeze(3)).mT
         return faded * of_state + ((fades * similar) @ corrections).squeeze(2)
@@ -339,8 +348,8 @@ def _held(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return keys, corrections and decays in some slots' rings, and the number of tokens in each.
 
-    Keys are those of each value head. Entries without a token are zeros: a token that changes no
-    state.
+    Keys are repeated for all value heads that share a key head. Entries without a token are zeros:
+    a token that changes no state.
     """
     group = value_heads // ring.keys.shape[1]
     keys, counts = ring.keys[slots].repeat_interleave(group, 1), ring.counts[slots, 0, 0].long()

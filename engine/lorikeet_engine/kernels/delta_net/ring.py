@@ -121,8 +121,8 @@ def _decode_with_ring(
 
     If the ring is full, the token and those of the ring are added to the state instead.
 
-    qkv, ba, states: see kernels.delta_net.decode_delta_rule.
-    o: its result.
+    qkv: queries, keys and values. ba: b and a of each value head, which give β and the decay.
+    states: S of each slot (kernels.delta_net.decode_delta_rule). o: result.
     slots, tokens: state slot and token of each sequence (Decodes).
     a_log, dt_bias: weights of the decay (Decay).
     lora, adapted: LoRA delta of ba, and its number of rows; None: no delta.

@@ -73,7 +73,7 @@ def _within_blocks(config: ProductConfig, block: tuple[int, int]) -> ProductConf
 def _has_cublas(weight: Fp8Rows, device: torch.device) -> bool:
     """Return whether cuBLASLt can multiply by a weight whose blocks have scales.
 
-    cuBLASLt needs CUDA 12.9, Hopper, and blocks of 128 x 128.
+    This takes CUDA 12.9, Hopper, blocks of 128 x 128, and whole blocks, four by four in d_in.
     """
     d_out, d_in = weight.rows.shape
     # torch's releases disagree on the strides of scales unless d_in has a multiple of four blocks
@@ -163,7 +163,8 @@ def _multiply(
 ) -> None:
     """Compute an output tile, some outputs of some tokens, or its partial sums over some inputs.
 
-    Operands: see `multiply`; x_scales, w_scales: scales of its operands tokens and weight.
+    x, x_scales, weight, w_scales: elements and scales of the tokens and of the weight. y: result.
+    bias: added to each output; None: no bias.
     parts: partial sums of all programs.
     arrived: counters of finished programs, one for each output tile. Both None without split-K.
     count: number of tokens.

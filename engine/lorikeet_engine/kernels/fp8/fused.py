@@ -19,9 +19,10 @@ def linear(
     bias: torch.Tensor | None = None,
     rounded: Fp8Rows | None = None,
 ) -> torch.Tensor:
-    """Compute kernels.fp8.linear, except that a single token is multiplied unrounded.
+    """Compute x·Wᵀ + b, with each token of x rounded to FP8 first unless it is the only one.
 
-    Arguments: see kernels.fp8.linear. Both dimensions of the weight must be multiples of 16.
+    rounded: x rounded to FP8, if it has been computed before; None: it is computed here. Both
+    dimensions of the weight must be multiples of 16. See kernels.fp8.linear.
 
     Sums stay in the tensor cores, with some 14 bits (use_fast_accum): the DeepSeek-V3 report,
     §3.3.2, found errors up to 2% in sums of 4,096 products. If blocks of the weight have scales,

@@ -14,7 +14,10 @@ def linear(
     bias: torch.Tensor | None = None,
     rounded: Fp8Rows | None = None,
 ) -> torch.Tensor:
-    """Compute kernels.fp8.linear as a float32 product of numbers rounded to FP8."""
+    """Compute x·Wᵀ + b of x rounded to FP8, in float32: see kernels.fp8.
+
+    rounded: x rounded to FP8, if it has been computed before; None: it is computed here.
+    """
     tokens = rounded or quantize_rows(x)
     x_rows, x_scales = tokens.rows.float(), tokens.scales[:, None]
     if weight.block is None:

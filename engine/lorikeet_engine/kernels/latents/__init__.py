@@ -33,7 +33,7 @@ _operators = by_device(__name__)
 
 @dataclass(frozen=True, slots=True)
 class LatentNorms:
-    """RMS norms of the two latents of a token.
+    """RMS norms of a token's two latents, the compressed vectors of multi-head latent attention.
 
     queries [query rank]: weight of the norm of the vector that queries are made of; None: they are
         made of hidden states.
@@ -53,7 +53,8 @@ class AbsorbedWeight:
     rows [heads, plain + values, kv rank], contiguous: of each head, W_k, which makes its key of a
         latent, then W_v, which makes its value.
     plain: elements of a head's key without rotary embedding; `values` are those of its value.
-    layer, group: index of the layer, and kv_b_proj as a group of one linear.
+    layer, group: index of the layer, and kv_b_proj as a group of one linear, by which LoraWeights
+        finds the adapters' weights.
     """
 
     rows: torch.Tensor
@@ -105,7 +106,8 @@ def absorb_queries(
     """Compute the queries that attend to latents and shared keys: (W_kᵀ·q_plain, rotated q_rotary).
 
     q [tokens, heads, plain + rotary], contiguous: undefined afterwards
-    cos, sin, interleaved: as for store_latents
+    cos, sin [tokens, rotary / 2] float32, contiguous
+    interleaved: rotate the pairs (2i, 2i + 1), instead of (i, i + rotary / 2)
     lora: LoRA delta of q, added to q
     step: LoRA work of the forward pass, for kv_b_proj; None: no adapter
     → [tokens, heads, kv rank + rotary] like q, contiguous
@@ -121,8 +123,8 @@ def expand_outputs(
 ) -> torch.Tensor:
     """Compute each head's output from its mix of latents: W_v·c.
 
-    mixed [tokens, heads, kv rank], contiguous
-    step: as for absorb_queries
+    mixed [tokens, heads, kv rank], contiguous: output of attention, whose values were latents
+    step: LoRA work of the forward pass, for kv_b_proj; None: no adapter
     → [tokens, heads, values] like mixed, contiguous
     """
     expanded: torch.Tensor = _operators(mixed.device.type).expand_outputs(mixed, weight, step)

@@ -156,7 +156,9 @@ def _store_latents(
 ) -> None:
     """Normalise both latents of one token, rotate its shared key, and store these.
 
-    y, queries, cos, sin, layer_kv, slots, interleaved: see kernels.latents.store_latents.
+    y: output of q_a_proj, latent of keys and values, shared key. queries: normalised first part.
+    layer_kv, slots: KV pages, and place of each token in them (kernels.latents.store_latents).
+    interleaved: rotate the pairs (2i, 2i + 1) of a key, instead of (i, i + half).
     lora, adapted: LoRA delta of y, and its number of rows; None: no delta.
     query_weight, kv_weight: weights of the norms of both latents.
     eps: added to mean squares.
@@ -238,7 +240,12 @@ def _normed(
     eps: tl.tensor,
     width: tl.constexpr,
 ) -> tl.tensor:
-    """Return the RMS norm of a token's latent of this width, which begins at `place` of y."""
+    """Return the RMS norm of a token's latent of this width, which begins at `place` of y.
+
+    column, inside: indices of the latent's elements, and mask of those below its width.
+    weight, eps: weight of the norm, and number added to the mean square.
+    All other operands: see _product_at.
+    """
     x = _product_at(y, lora, adapted, token, place + column, inside)
     scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / width + eps)
     gain = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
@@ -326,13 +333,14 @@ def _add_low_rank(
 ) -> None:
     """Add both products of an adapter of kv_b_proj for one tile of tokens and one head.
 
-    x, out, of_outputs: see _add_adapters; x_token, x_head, out_token, out_head: their strides.
+    x, out: input, and tensor to add to. x_token, x_head, out_token, out_head: their strides.
         d_in, d_out: their widths.
+    of_outputs: whether out gets B_v·(A·x) of attention outputs x, not Aᵀ·(B_kᵀ·x) of queries x.
     arena, table: the adapters' weights, and where each begins (LoraWeights).
     tiles: slot and tokens of each tile (Tiles.rows).
     slot_stride, layer_stride: strides of table.
-    linear: index of kv_b_proj in the table. heads, width, plain, kv_rank: see AbsorbedWeight; width
-        is plain + values.
+    linear: index of kv_b_proj in the table. heads: number of heads. kv_rank: width of a latent.
+    width, plain: outputs of kv_b_proj for a head, of which the first `plain` are its key.
     members, member_weights: adapters of each composition (a weighted sum of adapters), and their
         weights; None: a step without compositions.
     upcast: whether to multiply in float32.

@@ -199,7 +199,9 @@ def _set_given(
 ) -> None:
     """Store the log probability of one row's given token in `packed`.
 
-    Operands: see kernels.log_softmax.set_given and LogprobRows. width: columns of `packed`.
+    wanted: index and factor of each selected row of logits. tokens: given token of each row.
+    norms: largest logit and log sum of exponentials of each selected row (LogprobRows).
+    width: columns of `packed`.
     """
     index = tl.program_id(0).to(tl.int64)
     row = _field(wanted, _ROW)
@@ -224,7 +226,8 @@ def _set_rank(
 
     The rank is 1 plus the number of likelier tokens and of equally likely tokens with a lower id.
 
-    Operands: see kernels.log_softmax.set_rank and LogprobRows. width: columns of `packed`.
+    wanted: index of each selected row of logits. tokens: given token of each row of logits.
+    width: columns of `packed`.
     """
     index = tl.program_id(0).to(tl.int64)
     row = logits + _field(wanted, _ROW) * vocab

@@ -21,7 +21,7 @@ MOST = tl.constexpr(MAX_MEMBERS)
 def operands(weights: LoraWeights, tiles: Tiles) -> tuple[torch.Tensor | None, ...]:
     """Return LoraWeights.members and member_weights; None, None for a step without compositions.
 
-    A composition is a weighted sum of adapters.
+    They are the adapters of each composition, a weighted sum of adapters, and the weight of each.
     """
     if not tiles.composed:
         return None, None

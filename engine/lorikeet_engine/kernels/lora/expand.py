@@ -131,7 +131,7 @@ def _expand_few(
 ) -> None:
     """Compute LoRA's delta for one or two tokens and a block of columns of one slice.
 
-    v, delta, widths, add: see `expand`; widths are the group's d_outs.
+    v, delta: A·x, and result. widths: the group's d_outs. add: whether to add to delta.
     arena, table: the adapters' weights, and where each begins (LoraWeights).
     tiles: slot and tokens of each tile (Tiles.rows).
     parts: number of parts of v, which are summed first.
@@ -301,7 +301,7 @@ def _expand(
 ) -> None:
     """Compute LoRA's delta for a tile of tokens and some blocks of columns of one slice.
 
-    v, delta, widths, add: see `expand`; widths are the group's d_outs.
+    v, delta: A·x, and result. widths: the group's d_outs. add: whether to add to delta.
     arena, table: the adapters' weights, and where each begins (LoraWeights).
     tiles: slot and tokens of each tile (Tiles.rows).
     parts: number of parts of v, which are summed first.

@@ -23,7 +23,8 @@ def expand_act_and_mul(
     """Compute silu(g + B_g·v_g) · (u + B_u·v_u) of x = [g, u].
 
     x [tokens, 2 · width]: output of gate_up without LoRA
-    shrunk: output of `shrink` for gate_up; its vectors, if any, are applied as in `expand`
+    shrunk: output of `shrink` for gate_up; if it has vectors, gains and biases of outputs, g and u
+      with LoRA become (1 + gain) · g + bias and (1 + gain) · u + bias
     gelu: GELU instead of SiLU
     → [tokens, width]
 
@@ -101,7 +102,8 @@ def _expand_act_and_mul(
 
     Tokens without an adapter are computed like those of an adapter of rank 0.
 
-    x, gelu: operands of expand_act_and_mul; y: its result. All other operands: see expand._expand.
+    x: gates, then values, without LoRA. y: result. gelu: GELU instead of SiLU.
+    All other operands: see expand._expand.
     """
     slot, start, length = tile_at(tiles, tl.program_id(1))
     if length == 0:

@@ -21,7 +21,8 @@ _TILED_FROM = 8  # rows of a run: with fewer, tiles would multiply mostly zeros
 def list_owners(segments: Segments, routed: RoutedRows) -> torch.Tensor:
     """List each routed row's adapter slot, −1 for none, and its expert → [rows, 2] int32.
 
-    The result becomes ExpertStep.owners.
+    A routed row is a token with one of the experts chosen for it. The result becomes
+    ExpertStep.owners.
     """
     rows = len(routed.pairs)
     owners = torch.empty((rows, 2), dtype=torch.int32, device=routed.pairs.device)
@@ -46,6 +47,8 @@ def add_expert_lora(
     """Compute y[r] += B(r)·A(r)·x[r] in place: see kernels.lora.experts.add_expert_lora.
 
     With 16-bit dtypes, A·x is rounded to the adapter's dtype.
+
+    gathered: whether x has a row for each token, instead of one for each row r.
     """
     rows, segments, routed = len(y), experts.step.segments, experts.routed
     if rows == 0 or segments.max_rank == 0:

@@ -28,6 +28,8 @@ def add(
     """Compute y[r] += B(r)·A(r)·x[r] in place: see kernels.lora.experts.add_expert_lora.
 
     With 16-bit dtypes, A·x is rounded to the adapter's dtype.
+
+    gathered: whether x has a row for each token, instead of one for each row r.
     """
     weights, segments, routed = experts.step.weights, experts.step.segments, experts.routed
     rows, slices, table, width = len(y), len(group.linears), weights.table, group.d_outs[0]
@@ -79,7 +81,7 @@ def _shrink(
     Leaves out a slice with the preceding slice's A, and a token's rows but the first if they share
     A and x.
 
-    x, gathered: see kernels.lora.experts.add_expert_lora.
+    x [rows, d_in]; if gathered [tokens, d_in], and a row reads x of its token.
     arena, table: the adapters' weights, and where each begins (LoraWeights).
     slot_stride, layer_stride: strides of the table.
     first_linear: index of the group's first linear in the table.
@@ -156,7 +158,7 @@ def _expand(
     owners: adapter slot and expert of each row (ExpertStep).
     pairs, row_of: pair of token and expert of each row, and row of each pair (RoutedRows).
     per_token: experts of a token.
-    gathered: see _shrink.
+    gathered: whether all rows of a token have the same x.
     slot_stride, layer_stride: strides of the table.
     rank_stride: columns of v for each linear.
     first_linear: index of the group's first linear in the table.

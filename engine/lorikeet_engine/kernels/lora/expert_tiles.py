@@ -27,11 +27,12 @@ def add(
     *,
     gathered: bool,
 ) -> None:
-    """Add LoRA to an expert product: see kernels.lora.experts.add_expert_lora.
+    """Compute y[r] += B(r)·A(r)·x[r] in place: see kernels.lora.experts.add_expert_lora.
 
     With 16-bit dtypes, A·x is rounded to the adapter's dtype.
 
     per_run: average number of rows that are neighbours and have the same expert and adapter.
+    gathered: whether x has a row for each token, instead of one for each row r.
     """
     weights, segments, routed = experts.step.weights, experts.step.segments, experts.routed
     rows, slices, table = len(y), len(group.linears), weights.table
@@ -128,7 +129,7 @@ def _shrink(
     preceding slice's A is left out, and so are rows but the first of a token whose rows share A and
     x.
 
-    x, gathered: see kernels.lora.experts.add_expert_lora.
+    x [rows, d_in]; if gathered [tokens, d_in], and a row reads x of its token.
     arena, table: the adapters' weights, and where each begins (LoraWeights).
     slot_stride, layer_stride: strides of the table.
     first_linear: index of the group's first linear in the table.
@@ -229,7 +230,7 @@ def _expand(
     slices: number of linears of the group.
     pairs, row_of: pair of token and expert of each row, and row of each pair (RoutedRows).
     per_token: experts of a token.
-    rows: number of rows. gathered: see _shrink.
+    rows: number of rows. gathered: whether all rows of a token have the same x.
     tile_rows: rows of a tile, at most block_rows. width: outputs of a slice.
     parts: number of parts of v, which are summed first.
     upcast: whether to multiply in float32.

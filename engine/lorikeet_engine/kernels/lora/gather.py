@@ -91,7 +91,7 @@ def _gather(
 
     Ranks are gathered some at a time, so nothing is gathered for an adapter of rank 0.
 
-    token_ids, v, y: see `gather`.
+    token_ids: id of each token. v: result, a column of A for each token. y: embeddings.
     arena, table: the adapters' weights, and where each begins (LoraWeights).
     tiles: slot and tokens of each tile (Tiles.rows).
     slot_stride, layer_stride: strides of the table.

@@ -97,12 +97,13 @@ def linear(x: Inputs, weight: FusedWeight, bias: torch.Tensor | None = None) -> 
 def linear_act_and_mul(
     x: Inputs, weight: FusedWeight, bias: torch.Tensor | None, *, gelu: bool
 ) -> torch.Tensor:
-    """Compute a linear without LoRA and its activation, act_and_mul (kernels/pointwise).
+    """Compute act_and_mul(x·Wᵀ + b), a linear without LoRA and its activation (kernels/pointwise).
 
     One launch computes both where gemv multiplies: on CUDA, for one token of a 16-bit dtype.
 
-    x, weight, bias: as for `linear`.
-    gelu: GELU instead of SiLU.
+    x [tokens, d_in], weight [2 · width, d_in], bias [2 · width]: as for `linear`
+    gelu: GELU instead of SiLU
+    → [tokens, width]
     """
     rows = rows_of(x)
     if not _is_gemv(rows) or isinstance(weight, PackedWeight | StackedWeight):
@@ -181,8 +182,8 @@ def add_lora(
     """Compute y[t] += B(t)·A(t)·x[t], in place, for lm_head, which reads only some tokens of a
     forward pass.
 
-    x [tokens, d_in]
-    y [tokens, sum(d_outs)]
+    x [tokens, d_in], y [tokens, sum(d_outs)]: rows of the selected tokens
+    segments: runs of these rows that share an adapter
 
     On CUDA an additional launch lists the tiles of these tokens. Raises ShapeError if an operand's
     shape or layout does not fit.
@@ -203,13 +204,13 @@ def linear_with_lora_before_act(
     layer: int,
     group: LoraGroup,
 ) -> tuple[torch.Tensor, LoraDelta | UnexpandedDelta | None]:
-    """Compute linear_with_lora for gate_up, whose output act_and_mul reads.
+    """Compute gate_up's product x·Wᵀ + b and the adapters' delta, both of which act_and_mul reads.
 
     In a prefill on CUDA, a step of more tokens than any decode, the delta is returned as an
     UnexpandedDelta, v = A·x, and act_and_mul multiplies v by B. That requires that gate and up are
     two linears; if they are stored as one, the delta is always returned as a LoraDelta.
 
-    Arguments: see linear_with_lora.
+    Arguments, and the result otherwise: as for linear_with_lora.
     """
     if step is None or step.tiles is None or not step.tiles.act_expands or len(group.linears) != 2:
         return linear_with_lora(x, weight, bias, step, layer, group)
@@ -225,9 +226,10 @@ def linear_and_lora(
     group: LoraGroup,
     delta: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, UnexpandedDelta]:
-    """Launch a product on the current stream and its LoRA on the side stream, and join them.
+    """Launch a product on the current stream and its LoRA on a second stream, and join them.
 
-    x, weight, bias, step, layer, group: as for linear_with_lora
+    x [tokens, d_in], weight [sum(d_outs), d_in], bias [sum(d_outs)]: operands of the product
+    layer, group: index of the layer, and its fused linears
     delta [tokens, sum(d_outs)]: output for LoRA's delta B·v; None: the delta stays unexpanded
     → y [tokens, sum(d_outs)], and v = A·x, both ready for use on the current stream
     """
@@ -262,6 +264,8 @@ def _sms_for_lora(
     with an FP8 weight (kernels/fp8/few_tokens.py), or of fewer tokens than DECODED_FROM with a
     weight of 4 bits (kernels/w4a16/fused.py). Then LoRA is launched first, and the product gets the
     multiprocessors that LoRA leaves.
+
+    rows [tokens, d_in]: input of the product.
     """
     if len(rows) == 1:
         return 0

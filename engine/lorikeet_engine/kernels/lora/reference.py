@@ -39,11 +39,11 @@ def add_lora(
 def apply_vectors(
     y: torch.Tensor, weights: LoraWeights, segments: Segments, layer: int, group: LoraGroup
 ) -> None:
-    """Compute y[t] = (1 + gain(t)) · y[t] + bias(t) in place, for linears with vectors.
+    """Compute y[t] = (1 + gain(t)) · y[t] + bias(t) in place, with the vectors of t's adapter.
 
     y [tokens, sum(d_outs)]: outputs of the group's linears side by side
 
-    Computed in float32, rounded once.
+    Linears for which the adapter has no vectors keep their y. Computed in float32, rounded once.
     """
     assert weights.vectors is not None, "segments with vectors without a table of them"
     table = weights.vectors[segments.slots.long(), layer][:, list(group.linears)].tolist()
@@ -127,7 +127,10 @@ def replace_logits(
 
 
 def list_owners(segments: Segments, routed: RoutedRows) -> torch.Tensor:
-    """List each routed row's adapter slot, −1 for none, and expert → [rows, 2] int32."""
+    """List each routed row's adapter slot, −1 for none, and expert → [rows, 2] int32.
+
+    A routed row is a token with one of the experts chosen for it.
+    """
     per_expert, tokens = routed.starts.diff().long(), len(routed.weights)
     experts = torch.repeat_interleave(per_expert)
     slots = torch.repeat_interleave(segments.slots, segments.lengths.long())
@@ -144,7 +147,10 @@ def add_expert_lora(
     *,
     gathered: bool,
 ) -> None:
-    """Compute y[r] += B(r)·A(r)·x[r] in place: see kernels.lora.experts.add_expert_lora."""
+    """Compute y[r] += B(r)·A(r)·x[r] in place: see kernels.lora.experts.add_expert_lora.
+
+    gathered: whether x has a row for each token, instead of one for each row r.
+    """
     weights, routed = experts.step.weights, experts.routed
     runs, lengths = torch.unique_consecutive(experts.owners, dim=0, return_counts=True)
     end = 0
@@ -262,7 +268,10 @@ def _ids(weights: LoraWeights, start: int, count: int) -> torch.Tensor:
 def _composed_pieces(
     weights: LoraWeights, segments: Segments, layer: int, group: LoraGroup
 ) -> list[tuple[slice, int, int, int, int, int, float]]:
-    """Return `pieces` of segments, some of which may have a weighted sum of adapters."""
+    """List the entries of `pieces` for segments of which some may have a weighted sum of adapters.
+
+    Each adapter of such a sum has an entry of its own.
+    """
     assert weights.members is not None, "segments of compositions without their members"
     assert weights.member_weights is not None, "members without weights"
     members = weights.members[segments.slots.long()].tolist()

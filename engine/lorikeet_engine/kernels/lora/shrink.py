@@ -110,7 +110,7 @@ def _shrink(
     beyond an adapter's rank end at once. In a prefill a block holds all columns of most adapters,
     so that x is read once.
 
-    x, v: see `shrink`.
+    x [tokens, d_in]. v [tokens, parts, slices, rank_stride] float32: result.
     arena, table: the adapters' weights, and where each begins (LoraWeights).
     tiles: slot and tokens of each tile (Tiles.rows).
     split: inputs of a part.

@@ -15,7 +15,8 @@ def place_logits(made: UnexpandedDelta, logits: torch.Tensor) -> None:
 
     row(id) is the row of lm_head that r's adapter has trained for token id.
 
-    made: output of `shrink` for the trained head rows as a group of one linear: all x[r] · row(id)
+    made: output of `shrink` for the trained head rows as a group of one linear: x[r] · row(id) of
+      all trained ids
     logits [rows, vocabulary], each row contiguous
     """
     parts, table, tiles = made.v.shape[1], made.weights.table, made.tiles

@@ -59,7 +59,8 @@ class ShrinkConfig:
     wide_columns: columns of v for one program if the adapter has more ranks than `columns`.
     block_in: columns of x read at once.
     programs: number of programs to aim for when d_in is split among programs.
-    warps, stages: see triton.Config.
+    warps: number of warps of a program.
+    stages: number of tiles that are loaded at the same time.
     """
 
     columns: int
@@ -76,7 +77,7 @@ class ExpandConfig:
 
     columns: columns of the output that a program computes at once.
     blocks: blocks of `columns` columns that a program computes one after the other.
-    warps: see triton.Config.
+    warps: number of warps of a program.
     """
 
     columns: int
@@ -122,7 +123,7 @@ class LaunchConfig:
 
 @cache
 def launch_config(regime: Regime, device: torch.device) -> LaunchConfig:
-    """Return the launch parameters for a regime on this GPU, or the default parameters."""
+    """Return tuning.json's launch parameters for a regime on this GPU, or its default ones."""
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else "default"
     entries = json.loads(PATH.read_text())
     return LaunchConfig.parse(entries.get(gpu, entries["default"])[regime])

@@ -125,8 +125,10 @@ class ExpertStep:
 class UnexpandedDelta:
     """LoRA delta of a product before the multiplication by B: v = A·x.
 
-    v: output of `shrink` for this layer and group.
+    v [tokens, parts, slices, tiles.rank_stride] float32: output of `shrink` for this layer and
+        group, in parts of d_in that are yet to be summed.
     tiles: the step's work list (kernels.lora.tiles.Tiles).
+    layer, group: index of the layer, and its fused linears.
     has_vectors: whether adapters' vectors, gains and biases of outputs (LoraWeights.vectors), are
         to be applied to the product and its delta.
     """

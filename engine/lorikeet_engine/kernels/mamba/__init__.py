@@ -28,7 +28,7 @@ _operators = by_device(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Scan:
-    """Trained weights of the scan, and bounds of its time steps.
+    """Trained weights of Mamba 2's scan, and bounds of its time steps.
 
     a_log, dt_bias, d [value_heads] float32: weights of the decay, of the time step δ, and of the
         input x that is added to the output
@@ -60,11 +60,14 @@ def decode_scan(
     out: torch.Tensor | None = None,
     ring: Ring | None = None,
 ) -> torch.Tensor:
-    """Compute the scan of one token of each sequence, and update its state in place.
+    """Compute Mamba 2's scan of one token of each sequence, and update its state in place.
+
+    For each head, S becomes exp(g) S + δ x Bᵀ, with the time step δ and g = −exp(a_log) δ; the
+    result is S C + d x.
 
     xbc [tokens, value_heads · value_dim + 2 · key_heads · key_dim], each token contiguous: x of all
       heads, B and C of all groups, as the convolution returns them
-    dt [tokens, value_heads], each token contiguous: time steps before dt_bias and softplus
+    dt [tokens, value_heads], each token contiguous: δ before dt_bias, softplus and time_limits
     states [slots, value_heads, value_dim, key_dim], float32 or bfloat16, each slot contiguous: S of
       each head; zeros before the first token
     lora: LoRA delta of dt, whose rows have dt's strides; added to dt
@@ -92,7 +95,7 @@ def prefill_scan(
     out: torch.Tensor | None = None,
     ring: Ring | None = None,
 ) -> torch.Tensor:
-    """Compute the scan of several tokens of each sequence; update states in place.
+    """Compute Mamba 2's scan of several tokens of each sequence; update states in place.
 
     The result equals that of decode_scan called token by token, apart from rounding. Sums are
     float32. On CUDA, factors of matrix products are rounded to xbc's dtype; so is the copy of the

@@ -94,7 +94,7 @@ def _steps(
 ) -> tuple[tl.tensor, tl.tensor]:
     """Compute time steps δ, and logarithms of decays g, of one head for some tokens.
 
-    dt: see kernels.mamba.decode_scan.
+    dt [tokens, heads]: time steps before the LoRA delta, dt_bias and softplus.
     a_log, dt_bias: weights of each head (Scan).
     least, most: limits of δ.
     lora, adapted: LoRA delta of dt, and its number of rows; None: no delta.
@@ -141,12 +141,14 @@ def _decode_scan(
 ) -> None:
     """Compute some values of one head for one sequence's token; update their state or the ring.
 
-    xbc, dt, states: see kernels.mamba.decode_scan. y: its result.
+    xbc: x, B and C of each token. dt: time steps before dt_bias and softplus. y: result.
+    states: S of each slot (kernels.mamba.decode_scan).
     a_log, dt_bias, d: weights of each head (Scan).
     least, most: limits of the time step δ.
     slots, tokens: state slot and token of each sequence (Decodes).
     lora, adapted: LoRA delta of dt, and its number of rows; None: no delta.
-    keys, corrections, decays, counts: see Ring; they hold B, δ x and g.
+    keys, corrections, decays, counts: B, δ x and g of the tokens in the rings, and number of these
+        tokens (Ring).
     stride, dt_stride: elements of xbc and of dt from token to token. slot_stride: elements of
         states from slot to slot.
     entries: maximum number of tokens of a ring; 0: there is no ring.

@@ -26,7 +26,8 @@ def _forbid_others(
 ) -> None:
     """Set the logits of forbidden tokens to -inf, for a block of tokens of one row.
 
-    Operands: see kernels.masks.forbid_others. octets: bytes of a row of `allowed`.
+    rows: rows of logits to change. allowed: for each of them, a bit for each token, 1 if allowed.
+    octets: bytes of a row of `allowed`.
     """
     index = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + index)

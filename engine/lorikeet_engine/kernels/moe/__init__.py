@@ -195,7 +195,9 @@ def experts_of_one(
     x [1, hidden]
     gate_up [experts, 2 · width, hidden], contiguous
     down [experts, hidden, width], contiguous
-    logits, lora, per_token, normalised, factors, sigmoids: as for `route`
+    logits [1, experts]
+    lora: LoRA delta that is added to the logits; None: no adapter
+    per_token, normalised, factors, sigmoids: as for `route`
     biases: biases and clamp of clamped_swiglu, which then replaces act_and_mul
     gelu: GELU instead of SiLU
     squared_relu: squared ReLU instead of act_and_mul; gate_up is [experts, width, hidden]

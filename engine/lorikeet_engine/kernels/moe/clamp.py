@@ -18,9 +18,9 @@ def gate_clamped(
 ) -> None:
     """Compute a block of columns of one row of clamped_swiglu.
 
-    gate_up, biases: see kernels.moe.clamped_swiglu; y: its result.
+    gate_up: gates, then values, of each row. biases: added to them, for each expert. y: result.
     pairs, experts: pair of token and expert of each row, and experts of each token.
-    alpha, limit: see kernels.moe.Clamp.
+    alpha, limit: factor of gates in the sigmoid, and limit of gates and values (Clamp).
     width: columns of y.
     """
     row = tl.program_id(0).to(tl.int64)
@@ -38,7 +38,10 @@ def gate_clamped(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def clamped(gate: tl.tensor, value: tl.tensor, alpha: tl.tensor, limit: tl.tensor) -> tl.tensor:
-    """Return the clamped SwiGLU of gates and values in float32: see kernels.moe.clamped_swiglu."""
+    """Return (u + 1) · g · sigmoid(alpha · g) in float32, for gates g and values u.
+
+    Before, g is limited to at most `limit`, and u to −limit to limit.
+    """
     gate = tl.minimum(gate, limit)
     value = tl.minimum(tl.maximum(value, -limit), limit)
     return (value + 1.0) * gate * tl.sigmoid(alpha * gate)

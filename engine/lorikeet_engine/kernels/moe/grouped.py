@@ -29,7 +29,8 @@ class TileConfig:
 
     rows, outputs: size of a program's output tile.
     inputs: columns of the weight read at once.
-    warps, stages: see triton.Config.
+    warps: number of warps of a program.
+    stages: number of tiles that are loaded at the same time.
     """
 
     rows: int
@@ -48,7 +49,8 @@ MOST = TileConfig(128, 128, 64, 8, 3)
 def is_torchs_better(x: torch.Tensor, weight: torch.Tensor, rows: int, *, gathered: bool) -> bool:
     """Return whether torch's grouped product supports these operands and is faster than `products`.
 
-    x, weight, gathered: see kernels.moe.expert_products.
+    weight [experts, d_out, d_in].
+    gathered: whether x has a row for each token, instead of one for each token and expert.
     rows: number of rows of all experts.
     """
     least = TORCHS_GATHERED_ROWS if gathered else TORCHS_ROWS
@@ -83,7 +85,8 @@ def products(
 ) -> torch.Tensor:
     """Compute each routed row's product with its expert's weight: see kernels.moe.expert_products.
 
-    config: launch parameters; None: tile_config's.
+    x [rows, d_in]; if gathered [tokens, d_in], and each row reads x of its token
+    config: launch parameters; None: tile_config's
     """
     experts, d_out, d_in = weight.shape
     rows = len(routed.pairs)
@@ -120,7 +123,8 @@ def _products(
 
     Programs beyond the last tile do nothing.
 
-    x, weight, y, gathered: see kernels.moe.expert_products.
+    x, weight: inputs, and weights of all experts. y: result.
+    gathered: whether x has a row for each token, instead of one for each token and expert.
     pairs, starts: pair of token and expert of each row, and first row of each expert.
     per_token: experts of a token.
     expert_block: `experts` rounded up to a power of two.

@@ -75,6 +75,7 @@ def products(
 ) -> torch.Tensor:
     """Compute each routed row's product with its expert's weight: see kernels.moe.expert_products.
 
+    x [rows, d_in]; if gathered [tokens, d_in], and each row reads x of its token
     config: launch parameters; None: tile_config's, or in float32 the first of TILES
     """
     experts, d_out, d_in = weight.shape

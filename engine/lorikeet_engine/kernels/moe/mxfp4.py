@@ -123,7 +123,7 @@ def part(
 
 
 def _placed(places: Sequence[int]) -> list[int]:
-    """Return the 16-bit word that holds each of the 16 codes of 4 bits, as a signed number.
+    """Return, for each code from 0 to 15, the 16-bit word that holds its bits, as a signed number.
 
     places: bit of the word for each bit of a code, the highest first.
     """

@@ -59,7 +59,10 @@ def gate_up_of(
 
 
 def bias_arguments(biases: ClampedBiases | None) -> tuple[torch.Tensor | None, float, float]:
-    """Return the kernel arguments of an activation: biases of gate_up, alpha and limit."""
+    """Return the kernel arguments of clamped_swiglu: biases of gate_up, alpha and limit.
+
+    These are None, 0 and 0 if `biases` is None.
+    """
     if biases is None:
         return None, 0.0, 0.0
     return biases.gate_up, biases.clamp.alpha, biases.clamp.limit
@@ -118,7 +121,8 @@ def _gate_up(
 ) -> None:
     """Compute some activations of one expert: half of a tile's rows gate the other half, if any.
 
-    x, weight, chosen, gelu, squared_relu: see gate_up_of; y: its result.
+    x, weight: input, and weights of all experts. chosen: the token's experts. y: result.
+    gelu: GELU instead of SiLU. squared_relu: squared ReLU without gates instead.
     scales: of an FP8 weight; None: floats.
     biases, alpha, limit: biases of gate_up and constants of clamped_swiglu (Clamp).
     high, wide: height and width of the weight's blocks that have scales; wide 0: rows have scales.
@@ -185,7 +189,9 @@ def _down(
 ) -> None:
     """Compute some elements of the weighted sum of the outputs of all the token's experts.
 
-    x, weight, chosen, shares, biases: see down_of; y: its result.
+    x, weight: input of each of the token's experts, and weights of all experts. y: result.
+    chosen, shares: the token's experts, and their weights in the sum.
+    biases: biases of all experts, added to their outputs; None: no biases.
     scales: of an FP8 weight; None: floats.
     high, wide: height and width of the weight's blocks that have scales; wide 0: rows have scales.
     experts: number of the token's experts; expert_block: that, rounded up to a power of two.

@@ -34,7 +34,9 @@ def gate_up_of(
     """Compute clamped_swiglu of x·weight[e]ᵀ for each expert e chosen for a single token.
 
     x [1, d_in]
+    weight [experts, d_out, d_in]
     chosen [1, per_token] int32: the token's experts
+    biases: biases of gate_up, and constants of clamped_swiglu
     config: launch parameters
     → [per_token, d_out / 2]
     """
@@ -96,7 +98,11 @@ def _of_one(
 ) -> tl.tensor:
     """Return the products of one row x [d_in] and some outputs of an expert, in float32: [outputs].
 
-    All operands: see grouped_mxfp4.multiplied.
+    words, scales: codes and scales of the weights (Mxfp4Experts).
+    line [outputs]: indices of the outputs.
+    begin, end: first group of 128 inputs to multiply, and the group after the last.
+    upcast: whether to multiply in float32. block_rows: rows of the tile, which x is padded to.
+    stages: number of groups that are loaded at the same time.
     """
     row = tl.arange(0, block_rows)
     sums = multiplied(
@@ -125,7 +131,7 @@ def _gate_up_mxfp4(
 ) -> None:
     """Compute some activations of one expert: half of a tile's outputs gate the other half.
 
-    x, chosen: see gate_up_of; y: its result.
+    x, chosen: input, and the token's experts. y: result.
     words, scales: codes and scales of the weight (Mxfp4Experts).
     biases, alpha, limit: biases of gate_up and constants of clamped_swiglu (Clamp).
     upcast: whether to multiply in float32.
@@ -171,7 +177,9 @@ def _down_mxfp4(
 
     The last program of a tile adds up those of all experts.
 
-    x, chosen, shares, biases: see down_of; y: its result.
+    x: input of each of the token's experts. y: result.
+    chosen, shares: the token's experts, and their weights in the sum.
+    biases: biases of all experts, added to their outputs; None: no biases.
     words, scales: codes and scales of the weight (Mxfp4Experts).
     parts [per_token, split, d_out]: partial sums of all programs.
     split: number of programs that share the inputs.

@@ -60,7 +60,8 @@ def choose(
 ) -> None:
     """Choose one token's experts, and compute the weight of each.
 
-    logits, per_token, normalised, factors: see kernels.moe.route.
+    logits [tokens, experts]. factors: last factor of each expert's weight; None: 1.
+    normalised: whether the chosen experts' weights are divided by their sum.
     chosen, weights [tokens, per_token]: experts of each token and their weights, written here.
     lora, adapted: the logits' LoRA delta, and its number of rows; None: no delta.
     bias, scale, groups, kept_groups: fields of Sigmoids; bias None: weights are of a softmax, scale
@@ -189,7 +190,8 @@ def sum_weighed(
 ) -> None:
     """Compute a block of columns of the weighted sum of one token's expert outputs.
 
-    y, biases: see kernels.moe.combine. out: the sums [tokens, width].
+    y: output of each row's expert. biases: added to each expert's outputs; None: no biases.
+    out: the sums [tokens, width].
     rows, weights, experts [tokens, per_token]: row, weight and expert of each of a token's pairs.
     width: columns of y.
     """

@@ -183,7 +183,9 @@ def act_and_mul_fp8(
 ) -> Activations:
     """Compute act_and_mul, and round each row of its result to FP8 as well.
 
-    Arguments: see act_and_mul.
+    x [tokens, 2 · width], contiguous: gates, then the values that they gate
+    lora: LoRA delta of x, added to x
+    gelu: GELU, by its tanh formula, instead of SiLU
     """
     y: Activations = _operators(x.device.type).act_and_mul_fp8(x, lora, gelu=gelu)
     return y
@@ -221,7 +223,8 @@ def gated_group_norm(
     """Compute y / sqrt(mean(y²) + eps) · weight of y = x · silu(gate): groups gated, then normed.
 
     x [tokens, groups, width], contiguous: output of Mamba 2's scan
-    gate, lora: as for gated_rms_norm
+    gate [tokens, groups, width], each group contiguous: part of a linear layer's output
+    lora: LoRA delta of gate, whose rows have gate's shape and strides; added to gate
     weight [groups · width], in x's dtype or float32
     means [tokens, groups] float32: replaces mean(y²), if other ranks have parts of the groups
     → [tokens, groups, width] like x
@@ -238,7 +241,7 @@ def gated_mean_squares(
 ) -> torch.Tensor:
     """Compute the mean squares of x · silu(gate) → [tokens, groups] float32.
 
-    x, gate, lora: as for gated_group_norm
+    x, gate [tokens, groups, width], lora: as for gated_group_norm
     """
     means: torch.Tensor = _operators(x.device.type).gated_mean_squares(x, gate, lora)
     return means
@@ -258,7 +261,8 @@ def squared_relu(x: torch.Tensor, lora: LoraDelta | None = None) -> torch.Tensor
 def squared_relu_fp8(x: torch.Tensor, lora: LoraDelta | None = None) -> Activations:
     """Compute squared_relu, and round each row of its result to FP8 as well.
 
-    Arguments: see squared_relu.
+    x [tokens, width], contiguous
+    lora: LoRA delta of x, added to x
     """
     y: Activations = _operators(x.device.type).squared_relu_fp8(x, lora)
     return y
@@ -270,7 +274,8 @@ def sigmoid_gate(
     """Compute x · sigmoid(gate + lora): the output gate of attention.
 
     x [tokens, heads, head_dim], contiguous: output of attention
-    gate, lora: as for gated_rms_norm
+    gate [tokens, heads, head_dim], each head contiguous: part of a linear layer's output
+    lora: LoRA delta of gate, whose rows have gate's shape and strides
     → [tokens, heads, head_dim] like x
     """
     y: torch.Tensor = _operators(x.device.type).sigmoid_gate(x, gate, lora)

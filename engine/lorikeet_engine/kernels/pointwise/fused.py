@@ -124,7 +124,8 @@ def _add_weighed(
 ) -> None:
     """Add a shared expert's output to some columns of one token.
 
-    y, x, weights: see `add_weighed`. block: number of columns.
+    y, x: tensor to add to, and the shared expert's output. block: number of columns.
+    weights: each token's weight before the sigmoid; None: the weights are 1.
     lora, adapted, lora_of_weights, adapted_weights: LoRA deltas of x and of weights, and the number
         of rows of each; None: no delta.
     """
@@ -157,7 +158,7 @@ def _gated(
 ) -> tl.tensor:
     """Compute some columns of one token's activation, in float32; 0 beyond the width.
 
-    x: see act_and_mul. columns: indices of the columns. width: columns of the activation.
+    x: gates, then values. columns: indices of the columns. width: columns of the activation.
     lora, adapted: LoRA delta of x, and its number of rows; None: no delta.
     """
     inside = columns < width
@@ -208,7 +209,8 @@ def _act_and_mul(
 ) -> None:
     """Compute some columns of one token's activation, silu(g) · u or gelu(g) · u.
 
-    Operands: see act_and_mul and _gated. y: result.
+    x: gates g, then values u. y: result.
+    lora, adapted: LoRA delta of x, and its number of rows; None: no delta.
     """
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * block + tl.arange(0, block)
@@ -232,7 +234,8 @@ def _act_and_mul_fp8(
 ) -> None:
     """Compute one token's activation, then read it again from the cache and round it to FP8.
 
-    Operands: see act_and_mul and _gated. y: activation. rounded_y, scales: its FP8 rows and scales.
+    x: gates, then values. y: activation. rounded_y, scales: its FP8 rows and scales.
+    lora, adapted: LoRA delta of x, and its number of rows; None: no delta.
     block: number of columns computed at once.
     largest, least_scale: largest FP8 number, and lower bound of a row's scale.
     """

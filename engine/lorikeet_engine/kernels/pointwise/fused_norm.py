@@ -115,7 +115,8 @@ def _rms_norm(
 ) -> None:
     """Normalise one token's row of x [tokens, width], and write the result to y.
 
-    weight, eps, scale: see kernels.pointwise.rms_norm. block: `width` rounded up to a power of two.
+    weight, eps: weight of the norm, and number added to the mean square. scale: factor of y.
+    block: `width` rounded up to a power of two.
     """
     columns = tl.arange(0, block)
     inside = columns < width

@@ -116,8 +116,8 @@ def _gate(
 ) -> None:
     """Multiply some heads of one token by the activations of their gates.
 
-    x, gate, eps: see kernels.pointwise.
-    y: result.
+    x, gate [tokens, heads, head_dim]: input, and gates before their activation. y: result.
+    eps: added to the mean square.
     lora, adapted: LoRA delta of gate, and its number of rows; None: no delta.
     weight: weight of the norm before a SiLU gate; None: a sigmoid gate without a norm.
     token_stride, head_stride: elements of `gate` from token to token and from head to head.
@@ -156,10 +156,12 @@ def _gate_group(
 ) -> None:
     """Gate and norm one group of one token, or compute the mean square of what is gated.
 
-    x, gate, weight, eps: see kernels.pointwise.gated_group_norm. y: its result; None: the mean
-    square is written to `means`.
+    x, gate [tokens, groups, width]: input, and gates before their activation.
+    weight, eps: weight of the norm, and number added to the mean square.
+    y: result; None: the mean square is written to `means`.
     means: mean squares to use; None: that of the group.
-    lora, adapted, token_stride: see _gate. group_stride: elements of `gate` from group to group.
+    lora, adapted: LoRA delta of gate, and its number of rows; None: no delta.
+    token_stride, group_stride: elements of `gate` from token to token and from group to group.
     columns: width rounded up to a power of two.
     """
     token, group = tl.program_id(0).to(tl.int64), tl.program_id(1)

@@ -86,7 +86,8 @@ def _mean_squares(
 ) -> None:
     """Compute the mean square of one token's queries, or of its keys, divided by `processes`.
 
-    qkv, processes: see kernels.pointwise.mean_squares; means: its result.
+    qkv: queries, keys and values of each token. processes: number of processes.
+    means [tokens, 4]: result, the part of queries in column 0 and the part of keys in column 1.
     lora, adapted: LoRA delta of qkv, and its number of rows; None: no delta.
     token_stride: elements of qkv from token to token.
     queries, keys: elements of all queries, and of all keys, of a token.
@@ -177,7 +178,8 @@ def _rotary_and_store_kv(
     qkv, cos, sin, query_gain, layer_kv, slots, interleaved, spans_head, keys_are_values: see
         kernels.pointwise.rotary_and_store_kv.
     lora, adapted: LoRA delta of qkv, and its number of rows; None: no delta.
-    query_weight, key_weight, eps, mean_squares: see QkNorm; without a norm, the weights are None.
+    query_weight, key_weight: weights of the norms of queries and keys; None: no norm.
+    eps: added to mean squares. mean_squares: those of queries and keys; None: computed here.
     whole: whether all heads together are normalised, instead of each head.
     norms_values: whether values are normalised, without a weight.
     block_heads: heads of the program.

@@ -72,7 +72,8 @@ def draw_tokens(
     best [rows]: largest logit of each row of logits; if it is not finite, the row's token is
       undefined
     tokens [rows] int64: written in place, only for rows of logits in `draws`
-    draws [rows, DRAW_FIELDS] int64: of each draw, the row of logits, 64 random bits, and
-      parameters: ROW, UNIFORM, SCALE, TOP_K, TOP_P and LEAST
+    draws [rows, DRAW_FIELDS] int64: of each draw, the row of logits (ROW), 64 random bits
+      (UNIFORM), log₂(e) / temperature (SCALE), top_k and top_p (TOP_K, TOP_P), and the smallest
+      token weight that min_p keeps (LEAST)
     """
     _operators(logits.device.type).draw_tokens(logits, best, tokens, draws)

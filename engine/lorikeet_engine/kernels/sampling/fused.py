@@ -69,7 +69,8 @@ def _sum_chunks(
     For a row with top_k, computes the largest logit of each of the chunk's groups of neighbouring
     columns instead.
 
-    logits, best, draws: see kernels.sampling.draw_tokens.
+    best: largest logit of each row of logits.
+    draws: row of logits and parameters of each draw (kernels.sampling).
     sums: for each row the chunks' sums of kept weights, then of all weights; written here.
     largest: for each row the largest logit of each group; written here.
     """
@@ -101,8 +102,8 @@ def _chunk(
     """Load a chunk of a row: its columns, and its float32 logits [_CHUNK].
 
     row: pointer to the row of logits.
-    groups, listed: list of groups of neighbours and its length. The chunk consists of tokens of
-        these groups; if the length is 0, of any tokens of the row.
+    groups, listed: list of groups of neighbouring columns, and its length. The chunk
+        consists of tokens of these groups; if the length is 0, of any tokens of the row.
     chunk: index of the chunk.
     """
     place = tl.arange(0, _CHUNK)
@@ -129,7 +130,7 @@ def _count(
     """Count the tokens in the listed groups whose sort key is at least `least`.
 
     row: pointer to the row of logits.
-    groups, listed: list of groups of neighbours, and its length.
+    groups, listed: list of groups of neighbouring columns, and its length.
     bits: bits of sort keys (arithmetic.key_of): 16 for bfloat16 logits, else 32.
     """
     count = 0
@@ -150,7 +151,7 @@ def _list_groups(
     block: tl.constexpr,
     bits: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """List the groups of neighbours that may contain one of the top_k tokens.
+    """List the groups of neighbouring columns that may contain one of the top_k tokens.
 
     largest: pointer to the largest logits of the row's groups. count: number of these groups.
     groups: memory to which the list is written.
@@ -187,11 +188,11 @@ def _last_of_top_k(
     vocab: tl.constexpr,
     bits: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Return the sort key of the last of the top_k tokens, and the end of the columns whose tokens
-    are kept if they have this key.
+    """Return the lowest sort key among the top_k tokens, and the column before which tokens with
+    this key are among the top_k.
 
     row: pointer to the row of logits.
-    groups, listed: list of groups of neighbours, and its length.
+    groups, listed: list of groups of neighbouring columns, and its length.
     low, high: bounds of the sort key, the lower one inclusive.
     bits: bits of sort keys (arithmetic.key_of): 16 for bfloat16 logits, else 32.
     """
@@ -246,7 +247,8 @@ def _draw(
     A draw is from the tokens that rank better than (key, end), which is the limit of top_k for the
     first draw, and the last rejected token for later draws.
 
-    logits, best, draws, tokens: see kernels.sampling.draw_tokens.
+    best: largest logit of each row of logits. tokens: drawn token of each row; written here.
+    draws: row of logits and parameters of each draw (kernels.sampling).
     sums, largest: results of _sum_chunks. groups: memory for _list_groups.
     bits: bits of sort keys (arithmetic.key_of): 16 for bfloat16 logits, else 32.
     chunks: number of chunks of a row; chunks_block: that, rounded up to a power of two.
