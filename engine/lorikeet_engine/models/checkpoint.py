@@ -327,7 +327,10 @@ class Checkpoint:
         return bytes(stored.values().numpy())
 
     def check_all_read(self, ignored: tuple[str, ...] = ()) -> None:
-        """Raise ModelError if the files have tensors that the model does not use.
+        """Raise ModelError if the files have tensors that the model has not read.
+
+        Some may remain unread without harm: rotary_emb.inv_freq, AutoGPTQ's zero biases, and
+        tensors beside FP8 weights that products do not need.
 
         ignored: prefixes of tensor names that may remain unused.
         """
@@ -483,7 +486,7 @@ def _by_tensor(
 ) -> Iterator[tuple[str, list[tuple[torch.Tensor, Cut]]]]:
     """Yield each tensor's name once, with the memory and the Cut of each of its parts.
 
-    All parts of a tensor are neighbours.
+    names, parts, cuts: tensor, memory and Cut of each part; a tensor's parts are neighbours.
     """
     for name, members in groupby(zip(names, parts, cuts, strict=True), key=itemgetter(0)):
         yield name, [(part, cut) for _, part, cut in members]

@@ -275,7 +275,9 @@ class RoutedMlp:
         self.output_weight = read_norm_weight(config, checkpoint, output_norm)
 
     def rounds(self, tokens: int) -> bool:
-        """Return whether the first products round an input of this many tokens to FP8."""
+        """Return whether the experts' first product (latent_in, or else their gate and up) rounds
+        an input of this many tokens to FP8.
+        """
         if self.latent_in is not None:
             return fp8.rounds(self.latent_in.weight, tokens)
         return fp8.rounds(self.experts.gate_up, tokens)

@@ -187,7 +187,8 @@ class EngineProcessClient:
         return self._call("adapters", tier)
 
     def take_use(self) -> Future[list[SlotUse]]:
-        """Return each tenant's use of GPU slots (adapters' places) since the last call.
+        """Return the use of each adapter's place on the GPU by each tenant since the last call:
+        seconds, loads and loaded bytes.
 
         To be called from one place only.
         """

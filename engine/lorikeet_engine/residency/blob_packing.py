@@ -41,7 +41,7 @@ class _StagedLayer(NamedTuple):
     parts: the linears.
     places: for each matrix, its offset in the layer's part of the staging buffer, in bytes.
     size: size of that part, in bytes.
-    begin: offset of the layer in a span of the image, in elements.
+    begin: offset, in elements, of the layer in each span (a rank's part of the packed adapter).
     likeness: key to compare layers by. Layers with equal keys have matrices of the same sizes, at
         the same places in the buffer, and at the same offsets from `begin`.
     """

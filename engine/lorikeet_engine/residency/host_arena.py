@@ -65,7 +65,9 @@ class HostArena:
         self._evictions = self._checksum_failures = 0
 
     def status(self) -> TierStatus:
-        """Return contents, capacity and evictions of host memory; images being written count."""
+        """Return host memory's status: number and bytes of its images, with those being written,
+        its capacity, and its evictions since the start.
+        """
         elements = self.elements - self._blocks.free, self.elements, self._reservations.capacity
         used, capacity, pinnable = (each * self._arena.itemsize for each in elements)
         counted = self._evictions, self._checksum_failures

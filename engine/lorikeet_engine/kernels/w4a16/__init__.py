@@ -192,7 +192,10 @@ def pack(
 
 
 def stack(parts: Sequence[PackedWeight]) -> PackedWeight:
-    """Stack weights by outputs to one; all must go with the first (PackedWeight.goes_with)."""
+    """Stack weights by outputs to one.
+
+    All must have the same groups and order of inputs, and the same kind of codes and scales.
+    """
     first = parts[0]
     return replace(
         first,

@@ -110,8 +110,8 @@ class DiskCache:
                 self._evict(used_before_ns=time.time_ns() - int(1e9 * _TRIM_GRACE_S))
 
     def status(self) -> TierStatus:
-        """Return the disk tier's status: its contents at the last call of `changed`, its capacity,
-        and the number of evictions by this process.
+        """Return the disk tier's status: number of adapters and bytes at the last call of
+        `changed`, the capacity, and the number of evictions by this process.
         """
         index, budget = self._index, self.budget_bytes
         counted = self._evictions, self._checksum_failures

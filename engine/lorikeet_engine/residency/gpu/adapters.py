@@ -188,7 +188,8 @@ class GpuAdapters:
         return self._pool.elements - pinned.granted - held
 
     def status(self, itemsize: int) -> TierStatus:
-        """Return contents, capacity and evictions of the GPU; adapters being copied there count.
+        """Return the GPU tier's status: number and bytes of its adapters, with those being copied
+        there, its capacity, and its evictions since the start.
 
         The capacity for pins shrinks when a request asks for a larger adapter than any request
         before.

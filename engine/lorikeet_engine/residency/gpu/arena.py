@@ -87,6 +87,7 @@ class WriteMembers:
     """Command to write the slots and weights of the adapters that a composition adds up.
 
     slot: the composition's slot.
+    members, weights: slot and weight of each adapter.
     """
 
     slot: int

@@ -46,7 +46,9 @@ class CompositionLease:
 
 
 class Compositions:
-    """Slots of the leased compositions (sums of adapters). For the engine's thread only."""
+    """Leases compositions (weighted sums of adapters), each of which has a slot while it is leased.
+    For the engine's thread only.
+    """
 
     def __init__(
         self,
