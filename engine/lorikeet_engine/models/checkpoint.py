@@ -170,8 +170,8 @@ class Checkpoint:
         - Linears that are all stored as FP8 stay FP8. If blocks of the kept parts are too narrow
           for FP8 products, the parts are rounded again, with scales of rows.
         - Other quantised linears are dequantised to their exact values.
-        - With `rounding`, linears of floats are rounded: for FP8 only the kept parts; for NF4 whole
-          tensors, as NF4's scales depend on all values.
+        - With `rounding`, floats, stored or dequantised, are rounded: for FP8 only the kept parts;
+          for NF4 whole tensors, as NF4's scales depend on all values.
 
         FP8 weights are matrices, whatever dimensions the stored tensors have. Raises ModelError if
         a tensor is missing, or has another shape or an unsupported dtype.
@@ -329,8 +329,8 @@ class Checkpoint:
     def check_all_read(self, ignored: tuple[str, ...] = ()) -> None:
         """Raise ModelError if the files have tensors that the model has not read.
 
-        Some may remain unread without harm: rotary_emb.inv_freq, AutoGPTQ's zero biases, and
-        tensors beside FP8 weights that products do not need.
+        rotary_emb.inv_freq, AutoGPTQ's zero biases, and the fixed scales of activations that come
+        with FP8 weights may remain unread.
 
         ignored: prefixes of tensor names that may remain unused.
         """

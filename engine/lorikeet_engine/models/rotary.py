@@ -36,7 +36,10 @@ class Turns:
 
 
 class RotaryEmbeddings:
-    """Cosines and sines of the rotary angles at every position, for each rotary embedding."""
+    """Cosines and sines of the rotary angles, for each rotary embedding of a model's layers.
+
+    positions: number of positions, from 0 on, for which they are computed.
+    """
 
     def __init__(
         self, ropes: Iterable[RopeConfig | None], positions: int, device: torch.device

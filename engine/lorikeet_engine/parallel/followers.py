@@ -61,7 +61,7 @@ class RankCopies:
     def add(self, total: int) -> None:
         """Add the report of one follower.
 
-        total: the report's `total`, see CopyReport.
+        total: checksum of the bytes that it copied; for KV pages, its number of damaged ones.
         """
         self._totals.append(total)
         if len(self._totals) == self._followers:

@@ -122,9 +122,9 @@ class EngineProcessClient:
     def submit(self, request: Request) -> Future[Residency | None]:
         """Submit a request; return the tier that holds its adapter, None for the base model.
 
-        Its tokens are passed to on_outputs. The future fails with InvalidRequest if the request can
-        never run, and with EngineOverloaded if the estimated wait is far beyond max_queue_s or too
-        many of the tenant's grammars are in use.
+        The request's tokens are passed to on_outputs. The future fails with InvalidRequest if the
+        request can never run, and with EngineOverloaded if the estimated wait is more than twice
+        max_queue_s or too many of the tenant's grammars are in use.
         """
         return self._call("submit", request)
 

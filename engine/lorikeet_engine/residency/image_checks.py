@@ -120,7 +120,7 @@ class ImageChecks:
         arena: the GPU's memory for adapters.
         host: images in host memory.
         ref_of: returns the adapter with this digest; None if it is unknown.
-        prefetch: Tiers.prefetch, by which damaged images are loaded again.
+        prefetch: loads an adapter up to a tier; called for damaged images (Tiers.prefetch).
         """
         self._worker = ThreadPoolExecutor(1, "lorikeet-checks")
         most = _DEVICE_SLICE_BYTES if arena.is_cuda else _HOST_SLICE_BYTES

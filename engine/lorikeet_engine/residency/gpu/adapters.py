@@ -406,11 +406,11 @@ class GpuAdapters:
         self._reservations.revoke(digest)
 
     def next_guard_end_s(self, after_s: float) -> float | None:
-        """Return how many seconds from now the next guard (see `guard`) ends.
+        """Return how many seconds from now the next guard (protection from eviction) ends.
 
         Returns None if no guard ends after `after_s`.
 
-        after_s: guards that end at or before this time are ignored.
+        after_s: guards that end at or before this time of `clock` are ignored.
         """
         guards = (adapter.guarded_until_s for adapter in self._adapters.values())
         ends = [end_s for end_s in guards if end_s is not None and end_s > after_s]

@@ -61,7 +61,7 @@ class Compositions:
         """Start without compositions.
 
         gpu: the adapters on the GPU.
-        arena: the arena on the GPU, whose table of members is written.
+        arena: the arena on the GPU, in whose tables each composition's adapters are written.
         max_rank: largest sum of the ranks of a composition's adapters.
         first_slot: first of MAX_COMPOSITIONS slots, which no images use.
         clock: returns the time in seconds.

@@ -26,7 +26,7 @@ _AT_ONCE_BYTES = 256 << 20  # 5 ms of the bus; 168 MB at once lengthened gaps by
 
 class CopyTotal(Protocol):
     """Checksum of an adapter's image that was copied to the GPU, available once the copy is
-    complete. Implemented by Download and PacedCopy.
+    complete. Implemented by Download, by PacedCopy, and for all ranks in rank_arenas.py.
     """
 
     def wait(self) -> torch.Tensor:
@@ -37,7 +37,9 @@ class CopyTotal(Protocol):
 
 
 class CopyEvent(Protocol):
-    """Event of a copy's completion. Implemented by PacedCopy."""
+    """Event of a copy's completion. Implemented by PacedCopy, and for all ranks in
+    rank_arenas.py.
+    """
 
     def synchronize(self) -> None:
         """Sleep until the copy is complete. Some thread must call this, or the copy is never
