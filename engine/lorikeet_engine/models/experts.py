@@ -162,7 +162,7 @@ class Experts:
     ) -> torch.Tensor:
         """Compute the weighted sum of each token's experts → [tokens, hidden].
 
-        x: input [tokens, hidden], of all experts.
+        x [tokens, hidden]: input, the same for all experts.
         logits [tokens, experts]: output of the router, without LoRA.
         lora: LoRA delta, which is added to the router's logits; None: no adapter.
         step: LoRA work of the forward pass, for the experts' linears; LoRA reads their inputs

@@ -135,7 +135,7 @@ def read_norm_weight(
 
 
 def read_layer_scalar(config: ModelConfig, checkpoint: Checkpoint, layer: int) -> float | None:
-    """Read the factor of the hidden states behind a layer; None if the model family has none.
+    """Read the factor of the hidden states after a layer; None if the model family has none.
 
     Raises ModelError if the tensor is missing or malformed.
 

@@ -30,7 +30,7 @@ class Turns:
     query_gain: torch.Tensor | None = None
 
     def at(self, positions: torch.Tensor) -> "Turns":
-        """Look up some positions [tokens] int64."""
+        """Return the cosines, sines and query gains at some positions [tokens] int64."""
         gain = None if self.query_gain is None else self.query_gain[positions]
         return Turns(self.cos[positions], self.sin[positions], gain)
 

@@ -40,7 +40,7 @@ class LoadReason(Enum):
 
 
 class PlaceOnGpu(Protocol):
-    """Function that copies an image to the GPU, as pins, prefetches and requests need it."""
+    """Function that copies an adapter to the GPU, as pins, prefetches and requests need it."""
 
     def __call__(
         self, ref: AdapterRef, image: PackedImage, reason: LoadReason, uses: float = 0.0

@@ -113,7 +113,7 @@ class PacedCopy:
             self.start()
 
     def wait(self) -> torch.Tensor:
-        """Return the checksum of the copied image, [] int64.
+        """Return the checksum of the copied adapter, [] int64.
 
         Requires that synchronize has returned.
         """
@@ -189,7 +189,7 @@ class ImageCopies:
     def track(self, digest: str, elements: int, began_s: float, copy: ImageCopy) -> None:
         """Watch a copy: a thread waits for its end, and then `finished` returns it.
 
-        elements: size of the image.
+        elements: size of the adapter's image.
         began_s: time.perf_counter() at which the copy began.
         copy: the copy; on a CPU it is complete already.
         """

@@ -65,7 +65,7 @@ class SlotUsage:
     def loaded(self, user: SlotUser, size_bytes: int) -> None:
         """Record a load to the GPU that a request of this tenant caused.
 
-        size_bytes: size of the loaded image.
+        size_bytes: size of the loaded adapter.
         """
         with self._lock:
             used = self._use(user)
