@@ -54,7 +54,7 @@ class EngineProcessClient:
     ) -> None:
         """Start the process and wait until its engine is built. Raises the errors of `build`.
 
-        build: picklable; called in the new process.
+        build: returns the engine; picklable, since it is called in the new process.
         on_outputs: called with each step's outputs.
         on_ended: called once, as the last callback, if the process ends without `close`. The
             argument is the error with which all open requests fail.

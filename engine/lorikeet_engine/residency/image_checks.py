@@ -98,8 +98,8 @@ class ImageSlice(NamedTuple):
 
 
 class ImageChecks:
-    """Periodic checks of adapters' packed images on the GPU and on the host. Damaged ones are
-    loaded again.
+    """Periodic checks that adapters' packed images on the GPU and on the host have the checksums
+    that they had when they were packed. Damaged ones are loaded again.
 
     For the engine's thread only.
     """

@@ -230,7 +230,7 @@ class DiskCache:
         self._pins.close()
 
     def _uses(self, digest: str) -> bool:
-        """Whether the folder has an adapter's packed image or safetensors file; marks it as used."""
+        """Whether the folder has an adapter's packed image or safetensors file; mark it as used."""
         for find in (self.image, self.blob):
             with contextlib.suppress(FileNotFoundError):
                 find(digest)
