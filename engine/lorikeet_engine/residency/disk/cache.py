@@ -111,7 +111,7 @@ class DiskCache:
 
     def status(self) -> TierStatus:
         """Return the disk tier's status: number of adapters and bytes at the last call of
-        `changed`, the capacity, and the number of evictions by this process.
+        `changed`, the capacity, and the number of adapters that this process has evicted.
         """
         index, budget = self._index, self.budget_bytes
         counted = self._evictions, self._checksum_failures
@@ -230,7 +230,7 @@ class DiskCache:
         self._pins.close()
 
     def _uses(self, digest: str) -> bool:
-        """Whether the folder has an adapter's packed image or safetensors file; mark it as used."""
+        """Mark an adapter's packed image or safetensors file as used; return whether it exists."""
         for find in (self.image, self.blob):
             with contextlib.suppress(FileNotFoundError):
                 find(digest)
