@@ -371,10 +371,11 @@ def _pairs(own: range) -> range:
 
 
 def _gates_first(experts: int, width: int, values: torch.Tensor) -> torch.Tensor:
-    """Arrange columns of gpt-oss's gate_up_proj as rows: [experts, 2 · width, d_in].
+    """Arrange columns of gpt-oss's gate_up_proj as rows, each expert's gates before the values
+    that they gate: [experts, 2 · width, d_in].
 
     width: number of gates of each expert.
-    values: the columns, in which each gate stands before the value that it gates.
+    values: the columns, in which gates and the values that they gate alternate.
     """
     values = values.view(experts, -1, width, 2)
     return values.permute(0, 3, 2, 1).reshape(experts, 2 * width, -1)
