@@ -256,7 +256,7 @@ class EngineTimings:
     load_s: part of queued_s in which the adapter was loading.
     prefill_s: from the first step to the first token.
     decode_s: from the first token to the newest.
-    cached_tokens: number of prompt tokens that were in the KV cache.
+    cached_tokens: number of prompt tokens that were in the KV cache when the choice first began.
     host_tokens: number of these tokens whose KV pages came from host memory.
     preemptions: number of times that the choice was preempted.
     steps: number of steps that the choice took part in.

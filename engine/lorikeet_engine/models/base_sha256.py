@@ -21,7 +21,9 @@ _HASHED_BYTES = 16 << 20
 
 
 def base_sha256(folder: Path, module: str, dtype: str) -> str | None:
-    """Return the SHA-256 of a checkpoint's matrix cast to `dtype`, or None if it is quantised.
+    """Return the SHA-256 of a checkpoint's embeddings or lm_head, cast to `dtype`.
+
+    Returns None if the matrix is quantised or missing. A tied lm_head is the embeddings.
 
     Raises ModelError if config.json or a tensor header cannot be read or served.
 

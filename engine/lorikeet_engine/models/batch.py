@@ -44,9 +44,9 @@ class Batch:
     logit_rows [rows] int64: indices of the tokens whose logits are computed.
 
     On the host:
-    query_starts [sequences + 1]: first token of each sequence, then the number of tokens.
+    query_starts [sequences + 1]: index of each sequence's first token, then the number of tokens.
     kv_lengths [sequences]: tokens of each sequence's cache after this step's writes.
-    page_tables: for each group of layers, the KV pages of the cached tokens that it attends to.
+    page_tables: for each group of layers, the KV pages of each sequence that the group attends to.
 
     segments: LoRA work of the layers; None: no sequence has an adapter.
     head_segments: LoRA work of lm_head, over the rows of logit_rows; None: no adapter changes it.

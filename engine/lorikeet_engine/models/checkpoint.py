@@ -170,8 +170,8 @@ class Checkpoint:
         - Linears that are all stored as FP8 stay FP8. If blocks of the kept parts are too narrow
           for FP8 products, the parts are rounded again, with scales of rows.
         - Other quantised linears are dequantised to their exact values.
-        - With `rounding`, linears of floats are rounded: for FP8 only the kept parts; for NF4 whole
-          tensors, as NF4's scales depend on all values.
+        - With `rounding`, floats, stored or dequantised, are rounded: for FP8 only the kept parts;
+          for NF4 whole tensors, as NF4's scales depend on all values.
 
         FP8 weights are matrices, whatever dimensions the stored tensors have. Raises ModelError if
         a tensor is missing, or has another shape or an unsupported dtype.
@@ -327,7 +327,10 @@ class Checkpoint:
         return bytes(stored.values().numpy())
 
     def check_all_read(self, ignored: tuple[str, ...] = ()) -> None:
-        """Raise ModelError if the files have tensors that the model does not use.
+        """Raise ModelError if the files have tensors that the model has not read.
+
+        rotary_emb.inv_freq, AutoGPTQ's zero biases, and the fixed scales of activations that come
+        with FP8 weights may remain unread.
 
         ignored: prefixes of tensor names that may remain unused.
         """
@@ -483,7 +486,7 @@ def _by_tensor(
 ) -> Iterator[tuple[str, list[tuple[torch.Tensor, Cut]]]]:
     """Yield each tensor's name once, with the memory and the Cut of each of its parts.
 
-    All parts of a tensor are neighbours.
+    names, parts, cuts: tensor, memory and Cut of each part; a tensor's parts are neighbours.
     """
     for name, members in groupby(zip(names, parts, cuts, strict=True), key=itemgetter(0)):
         yield name, [(part, cut) for _, part, cut in members]

@@ -63,7 +63,7 @@ class ModelConfig:
     attention_scale: factor of attention scores; None: 1 / √head_dim.
     experts_per_token: number of experts that compute a token; 0: MLPs are dense.
     normalised_experts: whether the weights of a token's experts are scaled to add up to 1.
-    clamp: clamped activation of experts that have biases, as gpt-oss's; None: as MLPs have it.
+    clamp: clamped activation of experts that have biases, as gpt-oss's; None: that of MLPs.
     sigmoid_scale: factor of the weights of a token's experts, where these are sigmoids
         (ExpertKeys.sigmoid); None: they are of a softmax.
     expert_groups: number of groups of experts, and of those that a token's experts are chosen from.

@@ -162,7 +162,7 @@ class Experts:
     ) -> torch.Tensor:
         """Compute the weighted sum of each token's experts → [tokens, hidden].
 
-        x: input [tokens, hidden], of all experts.
+        x [tokens, hidden]: input, the same for all experts.
         logits [tokens, experts]: output of the router, without LoRA.
         lora: LoRA delta, which is added to the router's logits; None: no adapter.
         step: LoRA work of the forward pass, for the experts' linears; LoRA reads their inputs
@@ -275,7 +275,9 @@ class RoutedMlp:
         self.output_weight = read_norm_weight(config, checkpoint, output_norm)
 
     def rounds(self, tokens: int) -> bool:
-        """Return whether the first products round an input of this many tokens to FP8."""
+        """Return whether the experts' first product (latent_in, or else their gate and up) rounds
+        an input of this many tokens to FP8.
+        """
         if self.latent_in is not None:
             return fp8.rounds(self.latent_in.weight, tokens)
         return fp8.rounds(self.experts.gate_up, tokens)
@@ -369,10 +371,11 @@ def _pairs(own: range) -> range:
 
 
 def _gates_first(experts: int, width: int, values: torch.Tensor) -> torch.Tensor:
-    """Arrange columns of gpt-oss's gate_up_proj as rows: [experts, 2 · width, d_in].
+    """Arrange columns of gpt-oss's gate_up_proj as rows, each expert's gates before the values
+    that they gate: [experts, 2 · width, d_in].
 
     width: number of gates of each expert.
-    values: the columns, in which each gate stands before the value that it gates.
+    values: the columns, in which gates and the values that they gate alternate.
     """
     values = values.view(experts, -1, width, 2)
     return values.permute(0, 3, 2, 1).reshape(experts, 2 * width, -1)

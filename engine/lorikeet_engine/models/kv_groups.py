@@ -52,8 +52,8 @@ class KvGroups:
         several layers if their keys are narrower than those of other layers.
     windows: each group's window in tokens; None: no window. Groups without windows come first.
         Groups with the same window and the same width of keys are neighbours.
-    places: by layer, the group and the index in the group's pages of the keys and values that the
-        layer attends to; None for a layer that attends to none.
+    places: for each layer, the location of the keys and values that it attends to; None for a
+        layer that attends to none.
     """
 
     page_layers: int

@@ -81,8 +81,9 @@ class LatentAttention:
         """Compute attention of x [tokens, hidden], and write its latents to the KV cache.
 
         turns: rotary angles of the batch's positions.
-        layers_kv, kv_slots: KV pages by piece, and places in them by group of layers.
-        attention: back end that has planned the batch.
+        layers_kv: KV cache, one tensor for each piece of its pages (KvPlace.layer).
+        kv_slots: for each group of layers, page · page_size + offset of each token's latent.
+        attention: back end whose `plan` was called with the batch.
         lora: LoRA work of the forward pass; None: no adapter.
         → Product [tokens, hidden]
         """

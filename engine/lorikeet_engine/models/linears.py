@@ -93,7 +93,8 @@ class LoraLinear:
     def before_act(
         self, x: Inputs, lora: LoraStep | None
     ) -> tuple[torch.Tensor, LoraDelta | UnexpandedDelta | None]:
-        """Compute `__call__` for gate_up, whose output act_and_mul (an MLP's activation) reads.
+        """Return x·Wᵀ + b and the LoRA delta to add to it, for the activation act_and_mul of an
+        MLP, which reads the output of gate_up.
 
         The LoRA delta may be an UnexpandedDelta: A·x not yet multiplied by B, which only
         act_and_mul can read.

@@ -156,7 +156,7 @@ class LlamaModel:
         kv [layers of a page, 2, pages, page_size, kv_heads, head_dim]: KV cache, in which each
             layer's place is in config.kv_groups
         lora: weights of all adapters; may be None if batch.segments is None
-        attention: back end that has planned this batch
+        attention: back end whose `plan` was called with this batch
         states: states of delta nets or Mamba 2, which are updated; None if no layer has them
         → [tokens, hidden] in the model's dtype
 

@@ -104,13 +104,13 @@ class RmsNorm:
         return add_rms_norm(x, product.y, self.weight, *self._operands(product))
 
     def inputs(self, x: torch.Tensor, product: Product, *, rounded: bool) -> Inputs:
-        """Add a product to x in place, as add_and_norm does; return the norm of the new x, as the
-        input of a linear layer.
+        """Add a product, times the residual multiplier, to x in place, then multiply x by the
+        scalar, if any. Return the norm of x, as the input of a linear layer.
 
         x [tokens, hidden]: hidden states.
         product: output of the linear layer before this norm.
         rounded: whether to return the norm rounded to FP8 as well as unrounded. If the layer has no
-            norm here (see RmsNorm), the result is only unrounded.
+            norm here, the result is x, unrounded.
         """
         if self.weight is None or not rounded:
             return self.add_and_norm(x, product)
@@ -135,7 +135,7 @@ def read_norm_weight(
 
 
 def read_layer_scalar(config: ModelConfig, checkpoint: Checkpoint, layer: int) -> float | None:
-    """Read the factor of the hidden states behind a layer; None if the model family has none.
+    """Read the factor of the hidden states after a layer; None if the model family has none.
 
     Raises ModelError if the tensor is missing or malformed.
 

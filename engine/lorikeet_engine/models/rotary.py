@@ -30,13 +30,16 @@ class Turns:
     query_gain: torch.Tensor | None = None
 
     def at(self, positions: torch.Tensor) -> "Turns":
-        """Look up some positions [tokens] int64."""
+        """Return the cosines, sines and query gains at some positions [tokens] int64."""
         gain = None if self.query_gain is None else self.query_gain[positions]
         return Turns(self.cos[positions], self.sin[positions], gain)
 
 
 class RotaryEmbeddings:
-    """Cosines and sines of the rotary angles at every position, for each rotary embedding."""
+    """Cosines and sines of the rotary angles, for each rotary embedding of a model's layers.
+
+    positions: number of positions, from 0 on, for which they are computed.
+    """
 
     def __init__(
         self, ropes: Iterable[RopeConfig | None], positions: int, device: torch.device

@@ -10,14 +10,14 @@ from lorikeet_engine.models.batch import StateRows
 
 @dataclass(frozen=True, slots=True)
 class RecurrentStates:
-    """States of sequences in all layers with a delta net or a Mamba 2 mixer, by slot.
+    """States of sequences in all layers with a delta net or a Mamba 2 mixer. Each running or cached
+    state has a place of its own, its slot.
 
     inputs [layers, slots, convolution − 1, channels] in the model's dtype: the last inputs of the
         convolution; zeros stand for tokens before the first.
-    matrices [layers, slots, value_heads, value_dim, key_dim]: states of the heads; see
-        RecurrentShape.
-    ring: last tokens, which are not yet added to the matrices, with dimensions [layers, slots, …];
-        None: all tokens are added.
+    matrices [layers, slots, value_heads, value_dim, key_dim]: state of each value head.
+    ring: buffers of each slot's last tokens, which are not yet added to the matrices, with
+        dimensions [layers, slots, …]; None: all tokens are added.
     """
 
     inputs: torch.Tensor

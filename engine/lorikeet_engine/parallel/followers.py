@@ -61,7 +61,7 @@ class RankCopies:
     def add(self, total: int) -> None:
         """Add the report of one follower.
 
-        total: the report's `total`, see CopyReport.
+        total: checksum of the bytes that it copied; for KV pages, its number of damaged ones.
         """
         self._totals.append(total)
         if len(self._totals) == self._followers:
@@ -88,7 +88,8 @@ class Followers:
     runs steps. Any thread may call `ask`. When a follower is lost, `on_lost` is called with its
     rank and the reason, on another thread.
 
-    memory: memory shared with the followers, in addition to the ring of commands.
+    memory: memory shared with the followers, in addition to the ring buffer through which commands
+        go.
     """
 
     def __init__(
@@ -105,8 +106,8 @@ class Followers:
         world: number of ranks, including the leader.
         start: first message to the followers, picklable.
         memory: shared memory, which the followers map too.
-        ring_bytes: capacity in bytes for messages that some follower has not read yet. No message
-            can be larger.
+        ring_bytes: size of the ring buffer of commands: bytes for messages that some follower has
+            not read yet. No message can be larger.
         fds: file descriptors that the followers inherit under the same numbers.
         on_lost: called with rank and reason if a follower is lost; None: this process then ends.
         """

@@ -42,7 +42,9 @@ class SharedMemory:
 
 
 class _Ring:
-    """Memory layout that a ring's writer and readers share: read positions, then records."""
+    """Memory layout that a ring buffer's writer and readers share: for each reader, the number of
+    bytes that it has read, then the records.
+    """
 
     def __init__(self, memory: SharedMemory, readers: int) -> None:
         self._positions = np.frombuffer(memory.bytes, np.int64, readers)

@@ -181,5 +181,7 @@ WHOLE = Shard()
 
 @lru_cache(64)
 def _ranges(shard: Shard, shape: BaseShape) -> tuple[ShardRange, ...]:
-    """Compute Shard.ranges; cached, as every load of an adapter needs the same."""
+    """Compute the part that a process keeps of each of BaseShape.modules; cached, as every load
+    of an adapter needs the same.
+    """
     return tuple(shard._range(linear, shape) for linear in shape.modules)

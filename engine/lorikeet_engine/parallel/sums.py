@@ -95,7 +95,10 @@ class RankSums:
         return exchange if exchange is not None and exchange.can_sum(rows) else None
 
     def _connect_symmetric(self, device: torch.device) -> "SymmetricSums | None":
-        """Return sums over symmetric memory, or None in all ranks if any rank cannot map it."""
+        """Return sums over symmetric memory, in which each GPU reads all others'.
+
+        Returns None in all ranks if any rank cannot map it.
+        """
         if not _in_all_ranks(can_map_peers(device, dist.get_world_size())):
             return None
         sums = self._connect(partial(SymmetricSums, device))
@@ -106,6 +109,8 @@ class RankSums:
     def _connect(self, allocate: Callable[[], _Unmapped[T]]) -> T | None:
         """Allocate this rank's memory and map the memory of all ranks; return None if any rank
         fails.
+
+        allocate: returns this rank's memory, whose map_peers maps that of all ranks.
         """
         # in two steps: no rank enters the exchange of handles unless all can
         unmapped = self._attempt(allocate)

@@ -54,7 +54,7 @@ class EngineProcessClient:
     ) -> None:
         """Start the process and wait until its engine is built. Raises the errors of `build`.
 
-        build: picklable; called in the new process.
+        build: returns the engine; picklable, since it is called in the new process.
         on_outputs: called with each step's outputs.
         on_ended: called once, as the last callback, if the process ends without `close`. The
             argument is the error with which all open requests fail.
@@ -122,9 +122,9 @@ class EngineProcessClient:
     def submit(self, request: Request) -> Future[Residency | None]:
         """Submit a request; return the tier that holds its adapter, None for the base model.
 
-        Its tokens are passed to on_outputs. The future fails with InvalidRequest if the request can
-        never run, and with EngineOverloaded if the estimated wait is far beyond max_queue_s or too
-        many of the tenant's grammars are in use.
+        The request's tokens are passed to on_outputs. The future fails with InvalidRequest if the
+        request can never run, and with EngineOverloaded if the estimated wait is more than twice
+        max_queue_s or too many of the tenant's grammars are in use.
         """
         return self._call("submit", request)
 
@@ -187,7 +187,8 @@ class EngineProcessClient:
         return self._call("adapters", tier)
 
     def take_use(self) -> Future[list[SlotUse]]:
-        """Return each tenant's use of GPU slots (adapters' places) since the last call.
+        """Return the use of each adapter's place on the GPU by each tenant since the last call:
+        seconds, loads and loaded bytes.
 
         To be called from one place only.
         """

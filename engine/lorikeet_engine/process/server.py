@@ -196,8 +196,8 @@ class StatusReporter:
     A change is reported at once, or a tenth of a second after the last report if that is later.
 
     report: called with each status. Must not block. The first call is made by `start`, and its
-        `moved` has every adapter on the GPU, in host memory or on the disk; later calls are made on
-        this thread.
+        `moved` (adapters that changed tier) has every adapter on the GPU, in host memory or on the
+        disk; later calls are made on this thread.
     works: returns whether the engine works, that is, whether no step has taken too long. Nothing is
         reported while it returns False.
     """

@@ -41,7 +41,7 @@ class _StagedLayer(NamedTuple):
     parts: the linears.
     places: for each matrix, its offset in the layer's part of the staging buffer, in bytes.
     size: size of that part, in bytes.
-    begin: offset of the layer in a span of the image, in elements.
+    begin: offset, in elements, of the layer in each span (a rank's part of the packed adapter).
     likeness: key to compare layers by. Layers with equal keys have matrices of the same sizes, at
         the same places in the buffer, and at the same offsets from `begin`.
     """
@@ -54,7 +54,7 @@ class _StagedLayer(NamedTuple):
 
     @property
     def end(self) -> int:
-        """Offset in the blob's file at which the layer's last matrix ends."""
+        """Offset in the adapter's file at which the layer's last matrix ends."""
         return max(matrix.end for matrix in self.places)
 
 
@@ -109,7 +109,7 @@ def pack(
 
 
 def _threads(size_bytes: int) -> int:
-    """Return the number of threads with which to pack a blob of this size on this machine."""
+    """Return the number of threads with which to pack an adapter's file of this size."""
     # if torch has several threads, they already share each matrix
     cores = os.cpu_count() or 1
     most = cores // _CORES_PER_THREAD if torch.get_num_threads() == 1 else 1
@@ -117,7 +117,7 @@ def _threads(size_bytes: int) -> int:
 
 
 def _staged_layers(spec: AdapterSpec, layout: PackedLayout) -> list[_StagedLayer]:
-    """Return all layers with adapted linears, in the blob's order.
+    """Return all layers with adapted linears, in the order of the adapter's file.
 
     The result includes the outer layer: lm_head and embeddings.
     """
@@ -218,9 +218,10 @@ class _Writer:
         self._wide, self._rounded = torch.empty(largest), torch.empty(largest, dtype=self._dtype)
 
     def write(self, descriptor: int, run: Sequence[_StagedLayer]) -> None:
-        """Read layers from a blob's file, and write them to every span of the image.
+        """Read layers from an adapter's file, and write them to every span (a rank's part) of the
+        image (the packed adapter).
 
-        descriptor: descriptor of the blob's file.
+        descriptor: descriptor of the adapter's file.
         run: layers with equal `likeness`, equally spaced in the image.
 
         Raises AdapterRejected if a value in the image is not finite.
@@ -237,8 +238,8 @@ class _Writer:
     def _targets(self, layer: _StagedLayer, row: int) -> dict[TensorSpan, memoryview]:
         """Return, for each of a layer's matrices, the memory that it is read into.
 
-        An A that the image holds unchanged is read into the image itself, any other matrix into the
-        staging buffer.
+        An A that the packed image holds unchanged is read into the image itself, any other matrix
+        into the staging buffer.
 
         row: offset of the layer's part of the staging buffer, in bytes.
         """
@@ -258,8 +259,8 @@ class _Writer:
         return fits and len(self._spans) == 1
 
     def _matrix(self, run: Sequence[_StagedLayer], matrix: TensorSpan) -> torch.Tensor:
-        """Return one matrix of every layer of a run, as a view of the staging buffer: [layers,
-        experts, rows, columns].
+        """Return one matrix of every layer of a run, as a view of the staging buffer, into
+        which files are read: [layers, experts, rows, columns].
 
         matrix: the matrix in the run's first layer; the result has the corresponding matrices of
             all layers.
@@ -270,7 +271,7 @@ class _Writer:
         return _strided(typed, at, (len(run), experts, rows, columns), stride)
 
     def _scaled(self, b: torch.Tensor, scaling: float) -> torch.Tensor:
-        """Return B multiplied by the scaling, in the image's dtype."""
+        """Return B multiplied by the scaling, in the packed image's dtype."""
         if b.dtype not in (self._dtype, torch.float32):
             b = self._wide[: b.numel()].view(b.shape).copy_(b)
         b.mul_(scaling)
@@ -280,7 +281,7 @@ class _Writer:
     def _place(
         self, run: Sequence[_StagedLayer], part: LinearLora, number: int, b: torch.Tensor
     ) -> None:
-        """Write one linear's A and B to a span of the image, for all layers of a run.
+        """Write one linear's A and B to a span of the packed image, for all layers of a run.
 
         part: the linear of the run's first layer.
         number: index of the span, which is the tensor parallel rank.
@@ -326,7 +327,8 @@ class _Writer:
     def _of_span(
         self, run: Sequence[_StagedLayer], part: LinearLora, number: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the places of one linear's A and transposed B in a span of the image, as views.
+        """Return the places of one linear's A and transposed B in a span of the packed image, as
+        views.
 
         Both views cover all layers of the run: [layers, experts, rows, columns], with one expert
         for a matrix that all share.
@@ -343,7 +345,8 @@ class _Writer:
         return a, _strided(span, _begin(b_at), of_b, stride)
 
     def _check(self, run: Sequence[_StagedLayer], number: int) -> None:
-        """Raise AdapterRejected if a matrix in a span of the image has a value that is not finite.
+        """Raise AdapterRejected if a matrix in a rank's part (span) of the packed image has a value
+        that is not finite.
 
         run: layers to check.
         number: index of the span, which is the tensor parallel rank.

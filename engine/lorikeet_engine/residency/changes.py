@@ -20,6 +20,7 @@ class ResidencyChanges:
     Records only that an adapter's tier may have changed, in any order and any number of times.
     Thread-safe.
 
+    residency: returns the tier nearest to the GPU that holds an adapter now.
     changed: event that is set when `moved` may have something to return.
     """
 

@@ -59,7 +59,9 @@ class LeastUsedForItsSize:
 
 
 class RecentUses:
-    """Counts of each adapter's recent uses, kept even after the adapter has left the GPU.
+    """Counts of each adapter's uses, in which the weight of a use halves every HALF_LIFE_S seconds.
+
+    Kept for the _MAX_REMEMBERED adapters used last, even those that have left the GPU.
 
     Only one thread may call `add`; any thread may call `count`.
     """

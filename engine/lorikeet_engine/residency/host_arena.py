@@ -51,7 +51,7 @@ class HostArena:
 
         budget_bytes: size of the arena.
         pin: whether to page-lock the memory.
-        on_change: called with the digest of an image that the arena has gained or lost.
+        on_change: called with the digest of an adapter that the arena has gained or lost.
         shared: memory of budget_bytes that other processes read, to use instead of private memory.
         """
         self.elements = budget_bytes // dtype.itemsize
@@ -65,7 +65,9 @@ class HostArena:
         self._evictions = self._checksum_failures = 0
 
     def status(self) -> TierStatus:
-        """Return contents, capacity and evictions of host memory; images being written count."""
+        """Return host memory's status: number and bytes of packed adapters, with those being
+        written, its capacity, and its evictions since the start.
+        """
         elements = self.elements - self._blocks.free, self.elements, self._reservations.capacity
         used, capacity, pinnable = (each * self._arena.itemsize for each in elements)
         counted = self._evictions, self._checksum_failures

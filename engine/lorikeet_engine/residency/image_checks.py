@@ -98,8 +98,8 @@ class ImageSlice(NamedTuple):
 
 
 class ImageChecks:
-    """Periodic checks of adapters' packed images on the GPU and on the host. Damaged ones are
-    loaded again.
+    """Periodic checks that adapters' packed images on the GPU and on the host have the checksums
+    that they had when they were packed. Damaged ones are loaded again.
 
     For the engine's thread only.
     """
@@ -120,7 +120,7 @@ class ImageChecks:
         arena: the GPU's memory for adapters.
         host: images in host memory.
         ref_of: returns the adapter with this digest; None if it is unknown.
-        prefetch: Tiers.prefetch, by which damaged images are loaded again.
+        prefetch: loads an adapter up to a tier; called for damaged images (Tiers.prefetch).
         """
         self._worker = ThreadPoolExecutor(1, "lorikeet-checks")
         most = _DEVICE_SLICE_BYTES if arena.is_cuda else _HOST_SLICE_BYTES
@@ -150,7 +150,7 @@ class ImageChecks:
         self._under_way = self._begin()
 
     def discard(self, digest: str, tier: Residency) -> AdapterDamaged:
-        """Allow no more use of a damaged image in one tier, and begin to load it again.
+        """Allow no more use of an adapter's damaged image in one tier; begin to load it again.
 
         Returns the error for requests that depend on the image.
         """
@@ -175,7 +175,7 @@ class ImageChecks:
         return damaged
 
     def close(self) -> None:
-        """Stop checking images."""
+        """Stop checking adapters' images."""
         self._rounds.clear()
         self._worker.shutdown()
 
@@ -200,7 +200,7 @@ class ImageChecks:
 
 
 class _UnderWay(NamedTuple):
-    """Checksums of images being computed, of at most one slice of each tier.
+    """Checksums being computed, of at most one slice of an adapter in each tier.
 
     slices: by tier, the slice whose checksum is computed.
     totals: the checksums, in the order of `slices`.
@@ -219,7 +219,7 @@ def _begin_sum(elements: torch.Tensor) -> Callable[[], torch.Tensor]:
 def _round(
     images: Callable[[], Iterable[CheckedImage]], slice_bytes: int
 ) -> Iterator[ImageSlice | None]:
-    """Yield the slices of all images of a tier, endlessly; None while there are no images.
+    """Yield the slices of all adapters' images in a tier, over and over; None while it has none.
 
     images: returns the images that the tier holds at the time of the call.
     slice_bytes: limit on the size of a slice; a single layer may exceed it.

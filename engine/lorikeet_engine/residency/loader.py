@@ -65,10 +65,10 @@ each load fails until an admin has replaced or repaired the blob.
 class LoadResult:
     """Result of a load that has ended.
 
-    residency: HOST if the image is on the host, where it is held until the receiver of this result
-        releases it. DISK without an error if DISK was asked for, or if the host had no memory. If
-        the host had no memory, try again once the host arena's `frees` differs from this result's.
-        REMOTE if the load failed.
+    residency: HOST if the packed adapter is on the host, where it is held until the receiver of
+        this result releases it. DISK without an error if DISK was asked for, or if the host had no
+        memory. If the host had no memory, try again once the host arena's `frees` differs from this
+        result's. REMOTE if the load failed.
     error: reason why the load failed; None if it did not.
     frees: if the host had no memory: the host arena's `frees` before the attempt, a counter that
         grows when memory may have become free.
@@ -89,7 +89,7 @@ class LoadResult:
 
 @dataclass(frozen=True, slots=True)
 class _SourceFailure:
-    """Failure of a download whose source (the store of blobs) hung, and the monotonic time of the
+    """Failure of a download whose source (the adapter store) hung, and the monotonic time of the
     failure.
     """
 
@@ -107,7 +107,7 @@ class _LoadTask:
     asked_s: time.monotonic() of the first call of `load`.
     started: whether a thread has begun the load.
     reading_since_s: time.perf_counter() at which reading from the disk began.
-    without_disk: whether the blob is downloaded to memory instead of the disk.
+    without_disk: whether the adapter's file is downloaded to memory instead of the disk.
     downloads: number of downloads begun for this load.
     download_s: seconds of the last download; None if there was none.
     fault: cause to report if the load fails for any reason but a disk error.
@@ -309,7 +309,7 @@ class Loader:
             return stays
 
     def _take_incoming(self, task: _LoadTask) -> bool:
-        """End the load with the image that was packed while another process wrote the blob.
+        """End the load with the image that was packed while another process wrote the file.
 
         Returns False if there is no such image.
         """
@@ -339,7 +339,7 @@ class Loader:
         return True
 
     def _pack_blob(self, task: _LoadTask) -> None:
-        """Read an adapter's blob from the disk and pack it into the host's memory."""
+        """Read an adapter's file from the disk and pack it into the host's memory."""
         blob = self._disk.blob(task.ref.digest)
         if task.download_s is not None:
             self._pack(task, blob)

@@ -74,11 +74,11 @@ class PackedLayout:
 
     @property
     def image_elements(self) -> int:
-        """Number of elements of the whole image, for all GPUs: its size on the host."""
+        """Number of elements of the whole packed adapter, for all GPUs: its size on the host."""
         return self.elements * len(self.ranges)
 
     def check_size(self, max_elements: int) -> None:
-        """Raise AdapterTooLarge if a GPU's part of the image is larger than the arenas.
+        """Raise AdapterTooLarge if a GPU's part of the packed adapter is larger than the arenas.
 
         max_elements: elements per GPU that fit into the arenas of both GPU and host.
         """
@@ -241,7 +241,7 @@ class PackedImage(NamedTuple):
     sums: LayerSums
 
     def span(self, rank: int) -> torch.Tensor:
-        """Return the part of the image that a rank's GPU holds, [layout.elements]."""
+        """Return the part of the packed adapter that a rank's GPU holds, [layout.elements]."""
         return self.elements.view(-1, self.layout.elements)[rank]
 
     def span_sums(self, rank: int) -> LayerSums:

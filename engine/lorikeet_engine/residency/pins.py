@@ -57,8 +57,8 @@ class Pins:
         """Pin an adapter to a tier: from the next `maintain` on, keep it there or nearer the GPU.
 
         passing: whether the pin is temporary. Then the adapter's image is not written to the disk,
-            but its blob is pinned on the disk in addition, since the store to download from may not
-            have it.
+            but its safetensors file is pinned on the disk in addition, since the store to download
+            from may not have it.
         """
         self._updates.append((ref.digest, _Pin(ref, tier, passing)))
 

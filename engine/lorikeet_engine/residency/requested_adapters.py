@@ -107,7 +107,7 @@ class RequestedAdapters:
     def on_result(self, result: LoadResult) -> None:
         """Take note of a load that has ended, whether or not it was for a request.
 
-        An image that no request waits for is released.
+        A loaded adapter that no request waits for may be evicted from the host again.
         """
         ref, digest = result.ref, result.ref.digest
         if result.error is not None:

@@ -21,7 +21,11 @@ _64_BITS = (1 << 64) - 1
 def draw_tokens(
     logits: torch.Tensor, best: torch.Tensor, tokens: torch.Tensor, draws: torch.Tensor
 ) -> None:
-    """Draw a token for each row of `draws`, and write it to `tokens`: see kernels.sampling."""
+    """Draw a token of `logits` for each row of `draws`, and write it to `tokens`.
+
+    best [rows]: largest logit of each row of logits.
+    draws [draws, DRAW_FIELDS] int64: row of logits, random bits and filters of each draw.
+    """
     rows = draws[:, ROW]
     x = logits[rows].float()
     weights = _weights(x, best[rows].float(), draws[:, SCALE].to(torch.int32).view(torch.float32))
@@ -55,8 +59,8 @@ def kept_tokens(x: torch.Tensor, draws: torch.Tensor, *, ranked: bool) -> torch.
     The host does not wait for the device.
 
     x [rows, vocab] float32: logits
-    draws [rows, DRAW_FIELDS] int64: of each row SCALE, TOP_K, TOP_P and LEAST; ROW and UNIFORM are
-        not used
+    draws [rows, DRAW_FIELDS] int64: of each row SCALE (log₂(e) / temperature), TOP_K, TOP_P and
+        LEAST (smallest weight that min_p keeps); ROW and UNIFORM are not used
     ranked: whether any row has top_k or top_p
     """
     scale = draws[:, SCALE].to(torch.int32).view(torch.float32)
@@ -114,7 +118,8 @@ def _ranked(x: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch
 
 
 def _draw(weights: torch.Tensor, uniforms: list[int]) -> torch.Tensor:
-    """Draw a token for each row: the first id up to which weights exceed (uniform · total) >> 64.
+    """Draw a token for each row: the first id at which the running sum of the row's weights
+    exceeds (uniform · total of the weights) >> 64.
 
     weights [rows, vocab] int64
     uniforms: 64 random bits for each row

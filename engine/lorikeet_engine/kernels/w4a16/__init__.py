@@ -41,8 +41,8 @@ class PackedWeight:
         bytes; bits 4·i to 4·i + 3 of element j hold input 32·i + j of the span. So one instruction
         takes two neighbouring inputs out of a register, and all codes that a product takes out of a
         span at once meet inputs that lie side by side. The last span is filled up with zeros.
-    scales [d_out, groups]: for integers in the checkpoint's dtype, for NF4 float32. A group's loads
-        bring the next groups of an output into the multiprocessor's cache.
+    scales [d_out, groups]: for integers in the checkpoint's dtype, for NF4 float32. Loads of a
+        group's scale bring those of the output's next groups into the multiprocessor's cache.
     zeros [d_out, groups] uint8; None: 8 everywhere, or NF4.
     group: number of inputs that share a scale, a multiple of 32.
     d_in: number of inputs.
@@ -192,7 +192,10 @@ def pack(
 
 
 def stack(parts: Sequence[PackedWeight]) -> PackedWeight:
-    """Stack weights by outputs to one; all must go with the first (PackedWeight.goes_with)."""
+    """Stack weights by outputs to one.
+
+    All must have the same groups and order of inputs, and the same kind of codes and scales.
+    """
     first = parts[0]
     return replace(
         first,

@@ -172,10 +172,11 @@ def _of_group(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _four(codes: tl.tensor, ones: tl.constexpr) -> tuple[tl.tensor, ...]:
-    """Take the four codes out of each element, as numbers of 16 bits: offset + code.
+    """Take the four codes out of each element, as floats of 16 bits: the dtype's offset
+    (_OFFSETS) + code.
 
-    codes: int16 [rows, columns]. ones: 16-bit number into whose last four bits a code is put, see
-        _ONES; 0 is not allowed.
+    codes: int16 [rows, columns]. ones: 16-bit number into whose last four bits a code is put, one
+        of _ONES.
     → four tensors like codes, bfloat16 or float16
     """
     if ones == 0x4300:
@@ -254,8 +255,8 @@ def _multiply(
 ) -> None:
     """Compute an output tile, some outputs of some tokens, or its partial sums over some inputs.
 
-    x, bias, y: operands and output of `multiply`.
-    codes, scales, zeros, order, levels, group: see PackedWeight; None if the weight lacks them.
+    x [count, d_in], bias [d_out]: operands. y [count, d_out]: output.
+    codes, scales, zeros, order, levels, group: fields of the PackedWeight; None if it lacks them.
     parts: partial sums of all programs. arrived: counters (split_k.arrived). Both None without
         split-K.
     count: number of tokens. x_stride: elements of x from token to token.
@@ -263,7 +264,8 @@ def _multiply(
         scale each.
     upcast: whether to multiply in float32, as Triton's interpreter must.
     rounded: dtype that NF4's values are rounded to. middle: zero point if none are stored.
-    ones, offset: constants by which codes become numbers of x's dtype, see _ONES; 0 for float32.
+    ones: 16-bit number of x's dtype into whose last four bits a code is put. offset: number to
+        subtract from the result to get the code. Both 0 for float32.
     turn: whether programs begin with different inputs.
     block_tokens, block_out: size of an output tile. split: number of programs among which the
         inputs of each output are divided. stages: of Triton's pipeline.
@@ -356,8 +358,10 @@ def _decode_weight(
 ) -> None:
     """Decode a tile of a weight: `block_out` outputs of a span of inputs.
 
-    out: see `decode`. first: first output to decode. outputs: number of outputs to decode.
-    Other operands: see `_multiply`.
+    out [outputs, d_in]: decoded values of `outputs` outputs from `first` on.
+    codes, scales, zeros, levels, group: fields of the PackedWeight; None if it lacks them.
+    scales_of_span: number of equal parts of a span (128 inputs) that need one scale each.
+    rounded: dtype that NF4's values are rounded to. middle: zero point if none are stored.
     """
     span = tl.program_id(0)
     row, j = tl.program_id(1) * block_out + tl.arange(0, block_out), tl.arange(0, 32)

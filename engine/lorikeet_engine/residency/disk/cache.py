@@ -37,7 +37,7 @@ _TRIM_GRACE_S = 10.0
 
 
 class AdapterSource(Protocol):
-    """Interface to the store from which missing blobs of adapters are downloaded."""
+    """Interface to the store from which missing adapters' files are downloaded."""
 
     def fetch(self, ref: AdapterRef, path: Path) -> str | None:
         """Download an adapter's blob (safetensors file) to `path`, replacing the file there.
@@ -68,8 +68,8 @@ class DiskCache:
         """Open the cache in a folder, which is created if it is missing.
 
         budget_bytes: limit on the size of all files together.
-        source: store from which blobs that are not in the folder are downloaded.
-        fingerprint: 16 hex digits, equal for all processes that can share images.
+        source: store from which adapters' files (blobs) that are not in the folder are downloaded.
+        fingerprint: 16 hex digits, equal for all processes that can share packed images.
         on_change: called with the digest of a file that this process adds or removes.
         """
         self._folder = folder
@@ -84,7 +84,7 @@ class DiskCache:
         self._pins = _PinnedFiles(folder, self._names, self._index)
 
     def holds(self, digest: str) -> bool:
-        """Whether the folder has an adapter's blob or image, complete and verified.
+        """Whether the folder has an adapter's safetensors file or packed image, verified.
 
         Does not call the file system. Changes by other processes are seen at the next call of
         `changed`.
@@ -110,8 +110,8 @@ class DiskCache:
                 self._evict(used_before_ns=time.time_ns() - int(1e9 * _TRIM_GRACE_S))
 
     def status(self) -> TierStatus:
-        """Return the disk tier's status: its contents at the last call of `changed`, its capacity,
-        and the number of evictions by this process.
+        """Return the disk tier's status: number of adapters and bytes at the last call of
+        `changed`, the capacity, and the number of adapters that this process has evicted.
         """
         index, budget = self._index, self.budget_bytes
         counted = self._evictions, self._checksum_failures
@@ -230,7 +230,7 @@ class DiskCache:
         self._pins.close()
 
     def _uses(self, digest: str) -> bool:
-        """Whether the folder has an adapter's image or blob; marks the file as used."""
+        """Mark an adapter's packed image or safetensors file as used; return whether it exists."""
         for find in (self.image, self.blob):
             with contextlib.suppress(FileNotFoundError):
                 find(digest)
@@ -276,7 +276,7 @@ class DiskCache:
 
     @contextlib.contextmanager
     def _fetch_lock(self, digest: str) -> Iterator[None]:
-        """Run the block while no other thread of any process fetches the blob with this digest."""
+        """Run the block while no other thread of any process fetches the adapter's file."""
         path = self._folder / f"{digest}{_LOCK}"
         while True:
             descriptor = os.open(path, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)

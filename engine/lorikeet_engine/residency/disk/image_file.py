@@ -90,7 +90,7 @@ class ImageFile:
 
     @classmethod
     def of(cls, path: Path, shape: BaseShape, world: int = 1) -> "ImageFile":
-        """Read the header of an image file. Raises AdapterRejected if the header is damaged.
+        """Read a packed adapter's file header. Raises AdapterRejected if the header is damaged.
 
         world: number of tensor parallel ranks that share the model.
         """
@@ -206,7 +206,7 @@ class ImageWriter:
         self._worker.submit(partial(self._write, ref), urgent=urgent, tenant=ref.tenant)
 
     def close(self) -> None:
-        """Stop writing: images that wait in the queue are not begun."""
+        """Stop writing: adapters' images that wait in the queue are not begun."""
         self._worker.close()
 
     def _write(self, ref: AdapterRef) -> None:

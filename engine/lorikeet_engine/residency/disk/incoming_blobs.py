@@ -47,11 +47,11 @@ class ArrivedImage(NamedTuple):
 
 
 class _DroppedError(Exception):
-    """Raised to end the packing of a blob that is still being written."""
+    """Raised to end the packing of an adapter's file that is still being written."""
 
 
 class _IncomingBlob:
-    """A blob that is packed while another process writes it.
+    """A blob (adapter's file) that is packed for the GPU while another process writes it.
 
     due_s: monotonic time after which the packing is given up.
     file_id: device and inode of the file, once it is open.
@@ -70,11 +70,11 @@ class _IncomingBlob:
         self.image: ArrivedImage | None = None
 
     def wait_for(self, descriptor: int, end: int) -> None:
-        """Wait until the blob's file has `end` bytes.
+        """Wait until the blob (adapter's file) has `end` bytes.
 
         Raises _DroppedError if the blob is dropped, its file is removed, or `due_s` is past.
 
-        descriptor: descriptor of the blob's file.
+        descriptor: descriptor of the file.
         """
         while True:
             status = os.fstat(descriptor)
@@ -119,7 +119,8 @@ class IncomingBlobs:
         self._closed = False
 
     def begin(self, digest: str, file: Path, size_bytes: int) -> None:
-        """Begin to pack a blob that another process is writing to a file, on a thread of its own.
+        """Begin to pack a blob (adapter's file), which another process is writing, on a thread of
+        its own.
 
         Does nothing if MAX_CONCURRENT blobs are being packed already. Packing ends without an image
         if the host has no memory for it.
@@ -137,7 +138,8 @@ class IncomingBlobs:
         ).start()
 
     def take(self, digest: str, find: Callable[[str], Path]) -> ArrivedImage | None:
-        """Return a blob's image if it was packed while the blob was being written, else None.
+        """Return an adapter's packed image if it was made while its blob (file) was being written,
+        else None.
 
         Waits until the packing of the blob has ended. An image packed from any other file than the
         verified one is dropped.
@@ -157,13 +159,13 @@ class IncomingBlobs:
         return blob.image
 
     def drop_untaken(self) -> None:
-        """Drop all images that no load has taken yet, since another image needs their memory."""
+        """Drop all packed images that no load has taken, since another image needs their memory."""
         with self._lock:
             for blob in self._incoming.values():
                 blob.dropped = True
 
     def close(self) -> None:
-        """Stop packing, drop all images that no load has taken, and accept no more blobs."""
+        """Stop packing, drop all packed images that no load has taken, and accept no more files."""
         self._closed = True
         self.drop_untaken()
         for blob in list(self._incoming.values()):

@@ -40,7 +40,7 @@ class LoadReason(Enum):
 
 
 class PlaceOnGpu(Protocol):
-    """Function that copies an image to the GPU, as pins, prefetches and requests need it."""
+    """Function that copies an adapter to the GPU, as pins, prefetches and requests need it."""
 
     def __call__(
         self, ref: AdapterRef, image: PackedImage, reason: LoadReason, uses: float = 0.0
@@ -188,7 +188,8 @@ class GpuAdapters:
         return self._pool.elements - pinned.granted - held
 
     def status(self, itemsize: int) -> TierStatus:
-        """Return contents, capacity and evictions of the GPU; adapters being copied there count.
+        """Return the GPU tier's status: number and bytes of its adapters, with those being copied
+        there, its capacity, and its evictions since the start.
 
         The capacity for pins shrinks when a request asks for a larger adapter than any request
         before.
@@ -405,11 +406,11 @@ class GpuAdapters:
         self._reservations.revoke(digest)
 
     def next_guard_end_s(self, after_s: float) -> float | None:
-        """Return how many seconds from now the next guard (see `guard`) ends.
+        """Return how many seconds from now the next guard (protection from eviction) ends.
 
         Returns None if no guard ends after `after_s`.
 
-        after_s: guards that end at or before this time are ignored.
+        after_s: guards that end at or before this time of `clock` are ignored.
         """
         guards = (adapter.guarded_until_s for adapter in self._adapters.values())
         ends = [end_s for end_s in guards if end_s is not None and end_s > after_s]

@@ -72,7 +72,8 @@ class WriteRow:
     """Command to write the place of an adapter's packed image into the table of adapters.
 
     slot: the adapter's slot, which is its row in the table.
-    row: [layers + 1, modules, 3] int64: offsets of A and B in the arena, and the LoRA rank.
+    row: [layers + 1, modules, 3] int64: offsets of A and B in the arena
+        (GPU memory for adapters), and the LoRA rank.
     vectors: [layers + 1, modules] int64: offsets of the linears' vectors in the arena, −1 for none;
         None: the adapter has no vectors.
     """
@@ -87,6 +88,7 @@ class WriteMembers:
     """Command to write the slots and weights of the adapters that a composition adds up.
 
     slot: the composition's slot.
+    members, weights: slot and weight of each adapter.
     """
 
     slot: int
@@ -107,7 +109,7 @@ class ReadsEnd:
 class ClearRow:
     """Command to clear a freed slot's row of the table: rank 0 everywhere, and no vectors.
 
-    Copies that follow begin only after the steps that may still read the evicted image.
+    Copies that follow begin only after the steps that may still read the evicted adapter.
     """
 
     slot: int
@@ -269,7 +271,7 @@ def allocate_weights(
 ) -> LoraWeights:
     """Allocate an empty arena and empty tables for adapters.
 
-    gpu_bytes: size of the arena.
+    gpu_bytes: size of the arena, the GPU memory for adapters.
     slots: number of adapters that the table has rows for, besides MAX_COMPOSITIONS compositions.
     """
     slots += MAX_COMPOSITIONS

@@ -46,7 +46,9 @@ class CompositionLease:
 
 
 class Compositions:
-    """Slots of the leased compositions (sums of adapters). For the engine's thread only."""
+    """Leases compositions (weighted sums of adapters), each of which has a slot while it is leased.
+    For the engine's thread only.
+    """
 
     def __init__(
         self,
@@ -59,7 +61,7 @@ class Compositions:
         """Start without compositions.
 
         gpu: the adapters on the GPU.
-        arena: the arena on the GPU, whose table of members is written.
+        arena: the arena on the GPU, in whose tables each composition's adapters are written.
         max_rank: largest sum of the ranks of a composition's adapters.
         first_slot: first of MAX_COMPOSITIONS slots, which no images use.
         clock: returns the time in seconds.

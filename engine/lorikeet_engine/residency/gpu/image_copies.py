@@ -26,7 +26,7 @@ _AT_ONCE_BYTES = 256 << 20  # 5 ms of the bus; 168 MB at once lengthened gaps by
 
 class CopyTotal(Protocol):
     """Checksum of an adapter's image that was copied to the GPU, available once the copy is
-    complete. Implemented by Download and PacedCopy.
+    complete. Implemented by Download, by PacedCopy, and for all ranks in rank_arenas.py.
     """
 
     def wait(self) -> torch.Tensor:
@@ -37,7 +37,9 @@ class CopyTotal(Protocol):
 
 
 class CopyEvent(Protocol):
-    """Event of a copy's completion. Implemented by PacedCopy."""
+    """Event of a copy's completion. Implemented by PacedCopy, and for all ranks in
+    rank_arenas.py.
+    """
 
     def synchronize(self) -> None:
         """Sleep until the copy is complete. Some thread must call this, or the copy is never
@@ -111,7 +113,7 @@ class PacedCopy:
             self.start()
 
     def wait(self) -> torch.Tensor:
-        """Return the checksum of the copied image, [] int64.
+        """Return the checksum of the copied adapter, [] int64.
 
         Requires that synchronize has returned.
         """
@@ -187,7 +189,7 @@ class ImageCopies:
     def track(self, digest: str, elements: int, began_s: float, copy: ImageCopy) -> None:
         """Watch a copy: a thread waits for its end, and then `finished` returns it.
 
-        elements: size of the image.
+        elements: size of the adapter's image.
         began_s: time.perf_counter() at which the copy began.
         copy: the copy; on a CPU it is complete already.
         """

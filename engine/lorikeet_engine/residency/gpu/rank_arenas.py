@@ -103,7 +103,7 @@ class FollowingArena(DeviceArena):
         self._host, self._rank = host, rank
 
     def copy_own(self, wanted: CopyImage) -> ImageCopy:
-        """Copy this rank's image from the host arena to this rank's GPU.
+        """Copy this rank's part of an adapter from the host arena to this rank's GPU.
 
         wanted: the leader's command.
         """
@@ -130,7 +130,7 @@ class _InAllRanks:
 
 @dataclass(frozen=True, slots=True)
 class _Total:
-    """Checksum of an image that all ranks copy, summed over the ranks' parts; a CopyTotal.
+    """Checksum of an adapter that all ranks copy, summed over the ranks' parts; a CopyTotal.
 
     own: checksum of this rank's part.
     others: reports of the other ranks.

@@ -30,8 +30,9 @@ class _Leased:
 
 
 class SlotUsage:
-    """Counts for how long each adapter on the GPU is leased (in use by requests); time in which
-    several tenants lease it is divided equally among them.
+    """Counts for how long each tenant leases each adapter on the GPU (uses it in requests), and the
+    loads that its requests cause. Time in which several tenants lease an adapter is divided equally
+    among them.
 
     The engine's thread calls the recording methods; any one thread may call `take`.
 
@@ -64,7 +65,7 @@ class SlotUsage:
     def loaded(self, user: SlotUser, size_bytes: int) -> None:
         """Record a load to the GPU that a request of this tenant caused.
 
-        size_bytes: size of the loaded image.
+        size_bytes: size of the loaded adapter.
         """
         with self._lock:
             used = self._use(user)
@@ -72,7 +73,9 @@ class SlotUsage:
             used.load_bytes += size_bytes
 
     def take(self) -> list[SlotUse]:
-        """Return each tenant's usage of each adapter's slot since the last call."""
+        """Return the use of each adapter's slot by each tenant since the last call: seconds of
+        leases, loads and loaded bytes.
+        """
         with self._lock:
             for digest in self._leased:
                 self._settled(digest)
@@ -83,8 +86,8 @@ class SlotUsage:
         return self._uses.setdefault(user, SlotUse(user.tenant, user.ref))
 
     def _settled(self, digest: str) -> _Leased:
-        """Charge an adapter's leased time up to now to the tenants that lease it; return its
-        leases.
+        """Add an adapter's leased time up to now to the counts of the tenants that lease it;
+        return its leases.
         """
         now_s = self._clock()
         leased = self._leased.setdefault(digest, _Leased(now_s))

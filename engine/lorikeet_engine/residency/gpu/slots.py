@@ -66,7 +66,7 @@ class SlotPool:
 
     @property
     def used_elements(self) -> int:
-        """Number of elements of the arena that images occupy."""
+        """Number of elements of the arena that adapters' images occupy."""
         return self.elements - self._blocks.free
 
     def can_place(self, elements: int) -> bool:
@@ -74,7 +74,7 @@ class SlotPool:
         return bool(self._free) and elements <= self._blocks.free
 
     def fits(self, layout: PackedLayout) -> bool:
-        """Whether an image of this layout can be placed without moving other images."""
+        """Whether an adapter of this layout can be placed without moving others."""
         return bool(self._free) and bool(self._split(layout))
 
     def place(self, layout: PackedLayout) -> SlotAllocation:
@@ -111,7 +111,7 @@ class SlotPool:
         return self._placed.get(slot)
 
     def free(self, slot: int) -> ClearRow:
-        """Free a slot and its image's place; return the command that clears the slot's row."""
+        """Free a slot and its adapter's place; return the command that clears the slot's row."""
         for piece in self._placed.pop(slot).pieces:
             self._blocks.release(piece.offset, piece.end - piece.begin)
         self._free.append(slot)
