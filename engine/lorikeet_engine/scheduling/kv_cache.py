@@ -164,9 +164,10 @@ class SequencePages:
     save_at: numbers of first tokens behind which the state is to be cached, ascending.
     saving: by number of first tokens, the slots into which the steps launched so far copy the state
         behind these tokens.
-    saved: number of first tokens behind which the state was last saved, or with which it began.
-    answered: number of first tokens behind which a state is cached that the sequence's next saved
-        state replaces; 0: there is none.
+    saved: number of first tokens behind which the state was last saved; at first, the number of
+        cached tokens with which the sequence began.
+    answered: number of first tokens behind which the answer's latest cached state stands, which the
+        answer's next one replaces; 0: there is none.
     restore: slot of the cached state with which the sequence's first step begins; None if there is
         none, or once that step is planned.
     backup: slot with a copy of the state before the last step with drafted tokens, while a token of

@@ -39,8 +39,9 @@ class InputProcessor:
         A choice's max_tokens is cut to the context that its prompt leaves. May be called on any
         thread, which hashes the prompts; another thread compiles the grammar.
 
-        Raises InvalidRequest for a prompt that fills the context, for token ids out of range and
-        for output tokens of another engine (Request.made) that leave none to sample. Raises
+        Raises InvalidRequest for a prompt that fills the context, for token ids out of range, for
+        output tokens of another engine (Request.made) that leave none to sample, and for a request
+        to generate if the base model has no lm_head. Raises
         EngineOverloaded if too many grammars of the tenant are in use or wait to be compiled.
         """
         self._check(request)
