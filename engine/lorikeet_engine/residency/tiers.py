@@ -289,8 +289,8 @@ class Tiers:
     def prefetch(self, ref: AdapterRef, tier: Residency = Residency.GPU, uses: float = 0.0) -> None:
         """Load an adapter up to `tier`, without delaying the loads of requests and pins.
 
-        No adapter with a higher eviction score is evicted for the prefetch. A prefetch is tried
-        once, and forgotten if it fails.
+        No adapter with a higher eviction score (the lowest goes first) is evicted for it. A
+        prefetch is tried once, and forgotten if it fails.
 
         uses: number of the adapter's recent uses on other replicas that this replica could serve
             instead.

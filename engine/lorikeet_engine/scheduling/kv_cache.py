@@ -248,8 +248,8 @@ class SequencePages:
 
     @property
     def tokens_of_host(self) -> int:
-        """Number of first tokens whose pages were fetched from the host, for a sequence that begins
-        now: tokens that its steps compute would be counted, too.
+        """Number of first tokens whose pages were fetched from the host. Correct only when the
+        sequence begins: later, the tokens that its steps compute are counted, too.
         """
         return 0 if self.fetch is None else max(0, self.computed - self.cached_before)
 

@@ -24,7 +24,11 @@ log = logging.getLogger(__name__)
 
 
 class InputProcessor:
-    """Refuses requests that could never run; makes a sequence of each choice of a valid request."""
+    """Refuses requests that could never run; makes a sequence of each choice of a valid request.
+
+    Constructor arguments:
+    grammars: compiler of grammars; None: requests with a grammar are refused.
+    """
 
     def __init__(self, info: EngineInfo, page_size: int, grammars: Grammars | None) -> None:
         self._info = info
