@@ -26,7 +26,6 @@ log = logging.getLogger(__name__)
 class InputProcessor:
     """Refuses requests that could never run; makes a sequence of each choice of a valid request.
 
-    Constructor arguments:
     grammars: compiler of grammars; None: requests with a grammar are refused.
     """
 

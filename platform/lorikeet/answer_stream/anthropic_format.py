@@ -61,7 +61,6 @@ class MessageEventStream:
 
     Call `delta` for each delta of the answer, then `end` once, as with EventStream.
 
-    Constructor arguments:
     progress: the growing answer, for token counts and stop strings.
     """
 

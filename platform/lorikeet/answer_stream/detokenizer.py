@@ -252,11 +252,7 @@ class Detokenizer:
         return DecodeStream(ids=self._context, skip_special_tokens=self._skip_special)
 
     def _note_decoded(self, characters: int, tokens: int) -> None:
-        """Record newly decoded characters.
-
-        characters: number of the new characters.
-        tokens: number of tokens of the choice that are decoded now, earlier ones included.
-        """
+        """Record newly decoded characters, and the number of all tokens decoded so far."""
         self._decoded += characters
         self._ends += [self._decoded] * (tokens - len(self._ends))
 

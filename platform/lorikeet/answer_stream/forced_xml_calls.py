@@ -18,7 +18,6 @@ class ForcedXmlParser:
 
     Strings are streamed. Other values are sent whole, since their type may depend on their end.
 
-    Constructor arguments:
     use: tools that the client offers, whose schemas tell the values' types.
     """
 

@@ -32,8 +32,6 @@ class ToolCallParser:
     done: True once the choice has its only call, if the client allows one call at most.
     parallel: whether the client allows several calls.
     parsed: number of characters assigned to text or calls so far.
-
-    Constructor arguments:
     use: tools that the client offers, and whether it allows several calls.
     """
 
