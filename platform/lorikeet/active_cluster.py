@@ -85,7 +85,7 @@ class ServiceAccountToken(httpx.Auth):
 
 
 def update_selectors(api: httpx.Client, namespace: str) -> bool:
-    """Make every selector name the serving cluster if two clusters exist, and no cluster otherwise.
+    """Make every selector name the Ray cluster that serves tenants if there are several, else none.
 
     Returns whether all selectors are right; a failure is logged, and does not affect the other
     selectors. Raises KubernetesRefusal if Kubernetes permanently refuses to list the clusters.
@@ -148,7 +148,7 @@ def _log_failure(path: str, error: httpx.TransportError | KubernetesRefusal) -> 
 
 
 def _serving_cluster(api: httpx.Client, namespace: str) -> str | None:
-    """Return the name of the cluster that serves tenants if there are several clusters.
+    """Return the name of the Ray cluster that serves tenants if there are several clusters.
 
     Returns None if there is only one, or if the service's selector names no existing cluster.
     """

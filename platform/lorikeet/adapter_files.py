@@ -27,15 +27,16 @@ MAX_SOURCE_BYTES = 8 << 30
 def adapter_files(
     source: str, sizes: Mapping[str, int], read: Callable[[str], bytes]
 ) -> tuple[str, ...]:
-    """Return the files to copy: config, weights (in one file or in shards), files of chat template
-    and tokenizer, the base model's config, which names labels, and the files that say how texts are
-    embedded, of which one is in a folder of its own.
+    """Return the names of the files to copy: the adapter's config and weights (one file, or an
+    index and shards), and those of the following that exist and are not too large: files of chat
+    template and tokenizer, the base model's config, and files that say how texts are embedded.
 
     source: name of the source, for errors.
     sizes: bytes of all files of the folder, by name.
     read: returns the content of a small file.
 
-    Raises InvalidInput if a needed file is missing, too large or of a refused kind.
+    Raises InvalidInput if config or weights are missing or too large, or if a file is of a refused
+    kind, such as pickled weights.
     """
     try:
         refuse_added_tokens(sizes)

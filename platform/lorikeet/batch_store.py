@@ -125,7 +125,7 @@ class BatchStore:
     def page(
         self, tenant: str, limit: int, after: str | None, order: Order = "desc"
     ) -> tuple[list[Json], bool]:
-        """Return at most PAGE of a tenant's batches as JSON, and whether more follow.
+        """Return at most `limit` (and PAGE) of a tenant's batches as JSON, and whether more follow.
 
         after: id of the last batch of the previous page; None: the first page.
 
@@ -237,7 +237,7 @@ class BatchStore:
                     yield Result(number, ok, line)
 
     def end(self, batch: BatchRecord, status: str, **said: Any) -> None:
-        """End a batch, unless it has ended, and clear it.
+        """End a batch, unless it has ended, and delete its other marks, leases and stored results.
 
         status: OpenAI's name of the final status, such as "completed" or "failed".
         said: further members of the batch's JSON.
@@ -264,7 +264,7 @@ class BatchStore:
 
 
 def clean_up(store: ObjectStore, now: float, *, dry_run: bool) -> Iterator[StoredObject]:
-    """Delete batches made longer ago than LIFETIME_S and yield each. Raises StoreError.
+    """Delete batches made longer ago than LIFETIME_S (60 days) and yield each. Raises StoreError.
 
     now: Unix seconds.
     dry_run: yield without deleting.

@@ -22,7 +22,8 @@ _UNMEASURED = LoadCosts()
 
 
 class ResidencyStats:
-    """Counts and times of adapter loads, and the adapters last requested, pinned or prefetched.
+    """Counts and times of adapter loads since the engine's start, and the adapters last requested,
+    pinned or prefetched.
 
     The engine's thread calls the recording methods; any thread may call the other methods.
     """

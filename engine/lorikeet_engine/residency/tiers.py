@@ -150,8 +150,8 @@ class Tiers:
         return self._gpu.victim(self.weights.arena.itemsize)
 
     def residency(self, ref: Adapter) -> Residency:
-        """Return the tier nearest to the GPU that holds an adapter now; of a composition, the tier
-        of its farthest adapter.
+        """Return the tier nearest to the GPU that holds an adapter now; of a composition (several
+        adapters summed), the tier of its farthest adapter.
         """
         return min(self.residency_of(member.digest) for member in ref.members)
 
@@ -211,7 +211,7 @@ class Tiers:
         return sum(rank or 0 for rank in ranks) if None not in ranks else None
 
     def request(self, ref: Adapter, tenant: str = "") -> None:
-        """Begin to load an adapter to the GPU, or all adapters of a composition at once.
+        """Begin to load an adapter, or all adapters that a composition sums, to the GPU.
 
         If it is there already, protect it from eviction until it is leased, but not longer than
         GUARD_S (0.5) seconds.
@@ -227,8 +227,8 @@ class Tiers:
     def lease(self, ref: Adapter, tenant: str = "") -> Lease | CompositionLease | None:
         """Lease an adapter for a tenant's request; return None until it is on the GPU.
 
-        A leased adapter is not evicted. A composition is leased once all its adapters are on the
-        GPU.
+        A leased adapter is not evicted. A composition (several adapters summed) is leased once all
+        its adapters are on the GPU.
 
         Raises AdapterLoadFailed or AdapterTooLarge once for each failed load; the next call of
         `request` tries again. Raises AdapterNotComposable or AdapterTooLarge for a composition that
@@ -289,8 +289,8 @@ class Tiers:
     def prefetch(self, ref: AdapterRef, tier: Residency = Residency.GPU, uses: float = 0.0) -> None:
         """Load an adapter up to `tier`, without delaying the loads of requests and pins.
 
-        No adapter with a higher eviction score is evicted for the prefetch. A prefetch is tried
-        once, and forgotten if it fails.
+        No adapter with a higher eviction score (the lowest goes first) is evicted for it. A
+        prefetch is tried once, and forgotten if it fails.
 
         uses: number of the adapter's recent uses on other replicas that this replica could serve
             instead.

@@ -69,7 +69,7 @@ class Deadlines:
         self._numbers = count()
 
     def check(self, params: SchedulingParams) -> None:
-        """Raise EngineOverloaded if a new request would wait much longer than its max_queue_s."""
+        """Raise EngineOverloaded if a new request would wait more than twice its max_queue_s."""
         if params.max_queue_s is not None:
             wait_s = self._wait_s(params)
             if wait_s > _REFUSE_FACTOR * params.max_queue_s:

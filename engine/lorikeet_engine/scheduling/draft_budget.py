@@ -51,8 +51,8 @@ class _Draft(NamedTuple):
     """Draft of one sequence.
 
     acceptance: probability that a token comes true if all tokens before it do.
-    skipped: number of predicted tokens before the first drafted one that may be wrong: 1 if the
-        host has not read the sequence's last token yet.
+    skipped: number of predicted tokens before the first drafted one that must come true as well:
+        1 if the host has not read the last token and no tokens are forced after it, else 0.
     """
 
     sequence: Sequence

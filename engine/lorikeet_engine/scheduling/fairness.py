@@ -70,12 +70,12 @@ class VirtualCounter:
 
 @dataclass(slots=True, eq=False)
 class SequenceCost:
-    """Cost of computing one sequence, charged to its tenant's counter.
+    """Cost of computing one sequence, which is added to its tenant's counter as work is done.
 
     counter: counter of the tenant.
     expected: estimate of the cost of the prompt and the whole answer.
-    charged_tokens: number of prompt tokens up to the last one charged; cached tokens before it
-        count.
+    charged_tokens: number of prompt tokens up to the last one whose cost was added to the counter;
+        cached tokens before it count.
     to_compute: cost of the tokens to compute before the next token is sampled. For a waiting
         sequence this is an estimate, made when the sequence was queued.
     next_chunk: part of to_compute that fits into one step.
@@ -98,7 +98,7 @@ class SequenceCost:
         self.next_chunk = prompt_cost(costs, begin, min(end, begin + costs.step_tokens))
 
     def charge_prompt(self, costs: StepCosts, begin: int, end: int) -> float:
-        """Charge the tenant for computing prompt tokens `begin` to `end`; return the cost charged.
+        """Add the cost of prompt tokens `begin` to `end` to the tenant's counter; return that cost.
 
         Tokens that are computed again after a preemption cost nothing.
 
@@ -186,7 +186,7 @@ class VirtualCounters:
         return min(values, default=last.value if last else 0.0)
 
     def next_place(self) -> tuple[bool, float]:
-        """Return VirtualCounter.place of the waiting tenant that is served next.
+        """Return the place (background, counter's value) of the waiting tenant served next.
 
         If no tenant waits, return the smallest place that a tenant that begins to wait can have.
         """

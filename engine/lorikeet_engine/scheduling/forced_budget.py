@@ -94,7 +94,7 @@ class ForcedBudget:
         return sizes[affordable - 1] if affordable else 0
 
     def spend(self, tokens: int, seen: int) -> None:
-        """Charge the budget for forced tokens that the next step computes.
+        """Subtract the time of the next step's forced tokens from the time saved for such tokens.
 
         tokens: number of forced tokens.
         seen: number of (forced token, token that it attends to) pairs.

@@ -164,9 +164,10 @@ class SequencePages:
     save_at: numbers of first tokens behind which the state is to be cached, ascending.
     saving: by number of first tokens, the slots into which the steps launched so far copy the state
         behind these tokens.
-    saved: number of first tokens behind which the state was last saved, or with which it began.
-    answered: number of first tokens behind which a state is cached that the sequence's next saved
-        state replaces; 0: there is none.
+    saved: number of first tokens behind which the state was last saved; at first, the number of
+        cached tokens with which the sequence began.
+    answered: number of first tokens behind which the answer's latest cached state stands, which the
+        answer's next one replaces; 0: there is none.
     restore: slot of the cached state with which the sequence's first step begins; None if there is
         none, or once that step is planned.
     backup: slot with a copy of the state before the last step with drafted tokens, while a token of
@@ -247,8 +248,8 @@ class SequencePages:
 
     @property
     def tokens_of_host(self) -> int:
-        """Number of first tokens whose pages were fetched from the host, for a sequence that begins
-        now: tokens that its steps compute would be counted, too.
+        """Number of first tokens whose pages were fetched from the host. Correct only when the
+        sequence begins: later, the tokens that its steps compute are counted, too.
         """
         return 0 if self.fetch is None else max(0, self.computed - self.cached_before)
 

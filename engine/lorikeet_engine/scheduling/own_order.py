@@ -31,7 +31,7 @@ from lorikeet_engine.scheduling.sequence import Sequence, SequenceStatus
 
 
 class Turn(NamedTuple):
-    """Turn of a sequence to get a chunk of its prompt.
+    """Turn of a sequence: its chance to get a chunk of its prompt in the step being planned.
 
     After a turn in which the sequence got a chunk, call `computed`.
 
@@ -88,8 +88,9 @@ def own_order(
 ) -> Iterator[Turn]:
     """Yield a turn for each of a tenant's sequences, once. Blocked sequences are left out.
 
-    counter: the tenant's counter. While its `overtaking` covers the next chunk of the sequence with
-        the least work, that sequence gets the turn, else the oldest.
+    counter: the tenant's counter. While its `overtaking` (cost of the work that may go before the
+        oldest sequence) covers the next chunk of the sequence with the least work, that sequence
+        gets the turn, else the oldest.
     prefilling: running sequences that do not decode, in the order of arrival.
     waiting: waiting sequences; None if there are none.
     is_blocked: returns whether to leave a sequence out.

@@ -34,7 +34,8 @@ class PromptLookup:
     predictions that come true) is known before the first draft. The acceptance begins with that of
     the adapter's last answers.
 
-    source: text in which the latest prediction was found.
+    source: kind of text in which the latest prediction was found: the sequence itself or recent
+        answers.
     """
 
     def __init__(

@@ -42,8 +42,8 @@ class AdapterAnswers:
 
     tokens: answers, the latest last, each behind its prompt's last LEAD (3) tokens and before END
         (-1); never changed in place.
-    acceptance: share of predicted tokens that came true, 0 to 1, by the source of the predictions:
-        a moving average over the answers.
+    acceptance: share of predicted tokens that came true, 0 to 1: a moving average over the answers,
+        by the text the predictions were found in (the answer's own sequence or recent answers).
     used_s: time of the last use, by the monotonic clock.
     """
 
@@ -73,7 +73,7 @@ class AdapterAnswers:
     def record(self, source: DraftSource, acceptance: float) -> None:
         """Include the share of an answer's predicted tokens that came true in `acceptance`.
 
-        source: source of these predictions.
+        source: text in which they were found: the answer's own sequence or recent answers.
         acceptance: the share, 0 to 1.
         """
         self.acceptance[source] += _NEWEST * (acceptance - self.acceptance[source])

@@ -24,7 +24,10 @@ log = logging.getLogger(__name__)
 
 
 class InputProcessor:
-    """Refuses requests that could never run; makes a sequence of each choice of a valid request."""
+    """Refuses requests that could never run; makes a sequence of each choice of a valid request.
+
+    grammars: compiler of grammars; None: requests with a grammar are refused.
+    """
 
     def __init__(self, info: EngineInfo, page_size: int, grammars: Grammars | None) -> None:
         self._info = info
@@ -39,8 +42,9 @@ class InputProcessor:
         A choice's max_tokens is cut to the context that its prompt leaves. May be called on any
         thread, which hashes the prompts; another thread compiles the grammar.
 
-        Raises InvalidRequest for a prompt that fills the context, for token ids out of range and
-        for output tokens of another engine (Request.made) that leave none to sample. Raises
+        Raises InvalidRequest for a prompt that fills the context, for token ids out of range, for
+        output tokens of another engine (Request.made) that leave none to sample, and for a request
+        to generate if the base model has no lm_head. Raises
         EngineOverloaded if too many grammars of the tenant are in use or wait to be compiled.
         """
         self._check(request)

@@ -220,7 +220,8 @@ class Scheduler:
         Prefill: give chunks of prompts to running sequences, and to waiting ones that may begin.
 
         Beside running sequences in the foreground, all sequences in the background together compute
-        at most StepBudget.background_tokens. Those without a chunk keep their slots and pages.
+        only so many tokens as lengthen it by about 3%. Those without a chunk keep their slots and
+        pages.
 
         step_budget: bounds the sum of the ranks of the step's adapters, and the prompt tokens.
         """
@@ -566,7 +567,7 @@ class Scheduler:
         return chunks
 
     def _prompt_chunk(self, turn: Turn, budget: PromptBudget, spare: int) -> list[Chunk]:
-        """Return [next chunk] of the prompt whose turn it is, and charge its tenant.
+        """Return [next chunk] of the prompt whose turn it is; add its cost to its tenant's counter.
 
         Returns [] if the budget or the KV pages do not suffice.
 

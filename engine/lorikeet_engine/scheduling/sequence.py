@@ -139,7 +139,7 @@ class SequenceTimings:
     preemptions: number of times that the sequence was preempted.
     steps: number of steps that the sequence took part in.
     drafts: numbers of verified and of accepted drafted tokens, by the text in which they were
-        found; empty without any.
+        found (the sequence itself or recent answers); empty without any.
     member_tiers, members_loaded_s: like residency and loaded_s, for each adapter of a composition.
     """
 
@@ -228,7 +228,8 @@ class Sequence:
     copy_s: seconds that the adapter's copy to the GPU takes; 0 if the adapter was requested before.
     overtakes: number of sequences with adapters that began before this sequence, while other
         adapters kept this sequence waiting.
-    cost: cost charged to the tenant; set when the sequence is added to the scheduler.
+    cost: cost of computing the sequence, which its tenant's counter gets; set when the sequence is
+        added to the scheduler.
     status: changed by the scheduler, and by the request queue before that.
     """
 

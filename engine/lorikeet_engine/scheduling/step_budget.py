@@ -288,5 +288,7 @@ def _remaining(sequence: Sequence, end: int | None) -> int:
 
 
 def _scores_each(sequence: Sequence) -> int:
-    """Return how many log probabilities to report for each scored prompt token."""
+    """Return how many log probabilities prompt_logprobs reports for each prompt token: the token's
+    own, and those of the most likely tokens.
+    """
     return 1 + (sequence.request.sampling.prompt_logprobs or 0)

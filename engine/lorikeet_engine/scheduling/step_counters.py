@@ -34,7 +34,7 @@ class StepCounters:
     Any thread may read them. Any thread may count in `lookups`; only the engine's thread counts in
     the other counters.
 
-    lookups: number of requests by the tier that held their adapter.
+    lookups: number of requests by the tier that held their adapter when they came.
     seconds: histogram of the time that a step took.
     sequences: histogram of the number of sequences in a step.
     adapters: histogram of the number of distinct adapters in a step.
@@ -43,7 +43,7 @@ class StepCounters:
     states: counts of cached states of delta nets.
     host_pages: counts of KV pages in host memory.
     drafts: numbers of verified and of accepted drafted tokens, by the text in which they were
-        found.
+        found (the sequence itself or recent answers).
     """
 
     def __init__(self) -> None:

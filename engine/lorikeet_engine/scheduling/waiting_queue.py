@@ -67,13 +67,14 @@ class WaitingQueue:
         is_blocked: Callable[[Sequence], bool],
         first: Sequence | None,
     ) -> "FairOrder":
-        """Return the turns of waiting and prefilling sequences in fair order.
+        """Return turns (chances to get a chunk) of waiting and prefilling sequences in fair order:
+        the tenant with the smallest counter first.
 
         The queue must not change during the iteration.
 
         prefilling: running sequences that do not decode, each tenant's in the order of arrival.
-        is_blocked: returns whether to skip a sequence, because its adapter cannot be used in this
-            step.
+        is_blocked: returns whether to leave out a sequence, because its adapter cannot be used in
+            this step.
         first: sequence that precedes all others, unless it has finished.
         """
         running = _by_tenant(prefilling)
@@ -96,15 +97,16 @@ class WaitingQueue:
 
 
 class FairOrder:
-    """Iterator over turns of sequences in fair order: the next is of the tenant with the smallest
-    counter.
+    """Iterator over turns (chances of a sequence to get a chunk) in fair order: the next is of the
+    tenant with the smallest counter.
 
     Counters may change during the iteration. Takes O(tenants) time at first, then O(log tenants)
     for each sequence.
 
     own_orders: for each tenant, an iterator over the turns of its sequences, in order.
     first: sequence that precedes all others, unless it has finished.
-    exhausted: counters of the tenants whose sequences have all been returned or skipped.
+    exhausted: counters of the tenants whose turns have all been taken from the iterator. Tenants
+        without any turn are not among them.
     """
 
     def __init__(self, own_orders: Iterable[Iterator[Turn]], first: Sequence | None) -> None:
@@ -132,7 +134,8 @@ class FairOrder:
 
 
 def prefilling_in_fair_order(prefilling: Iterable[Sequence]) -> FairOrder:
-    """Return the turns of prefilling sequences in fair order.
+    """Return turns (chances to get a chunk) of prefilling sequences, the tenant with the smallest
+    counter first.
 
     prefilling: running sequences that do not decode, each tenant's in the order of arrival.
     """

@@ -171,23 +171,23 @@ class EngineStatus:
     """State of an engine, contents of each tier, and counts since the start.
 
     costs: costs of steps and loads; defaults where nothing was measured.
-    lookups: tier → number of accepted requests whose adapter that tier held.
-    loads: seconds of loads, by the tier that an adapter was loaded from: from remote to the disk,
-        from the disk to the host, from the host to the GPU. An adapter loaded from remote makes all
-        three loads.
+    lookups: tier → number of accepted requests whose adapter that tier held when they came.
+    loads: histograms of the seconds of loads, by the tier that an adapter was loaded from: from
+        remote to the disk, from the disk to the host, from the host to the GPU. An adapter loaded
+        from remote makes all three loads.
     load_failures: number of failed loads of any kind.
     preemptions: number of times that a sequence was preempted.
     prompt_tokens: number of prompt tokens of the choices that have begun.
     cached_tokens: number of these prompt tokens that were in the KV cache.
     output_tokens: number of tokens delivered to requests.
     drafts: numbers of verified and of accepted drafted tokens (speculative decoding), by the text
-        in which they were found.
-    step_s: seconds from a step's launch to the reading of its tokens. If the previous step was read
-        after the launch, the time starts when that step was read.
-    step_sequences: numbers of sequences in a step.
-    step_adapters: numbers of distinct adapters in a step.
-    inter_token_s: seconds between two outputs of a choice, by the tier that held its adapter when
-        the request came; None without an adapter.
+        in which they were found: the sequence itself or recent answers.
+    step_s: histogram of the seconds from a step's launch to the reading of its tokens. If the
+        previous step was read after the launch, the time starts when that step was read.
+    step_sequences: histogram of the number of sequences in a step.
+    step_adapters: histogram of the number of distinct adapters in a step.
+    inter_token_s: histograms of the seconds between two outputs of a choice, by the tier that held
+        its adapter when the request came; None without an adapter.
     tensor_parallel: number of GPUs, or processes on a CPU, among which the base model is divided.
     states: states of delta nets; None for a model without delta nets.
     moved: by digest, the new tier of each adapter whose tier has changed since the previous report.

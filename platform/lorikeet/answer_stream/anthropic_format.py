@@ -60,6 +60,8 @@ class MessageEventStream:
     """Server-sent events of one streamed message (Messages API).
 
     Call `delta` for each delta of the answer, then `end` once, as with EventStream.
+
+    progress: the growing answer, for token counts and stop strings.
     """
 
     def __init__(self, call: Call, progress: AnswerProgress) -> None:

@@ -147,6 +147,7 @@ class Detokenizer:
     stop_string: the stop string that ended the choice; None if no stop string did.
 
     Constructor arguments:
+    prompt: token ids before the choice's tokens, as context for decoding.
     min_tokens: number of leading tokens in which stop strings are ignored.
     hidden: ids of tokens that are left out of the text; None hides all special tokens.
     reasoning: parser that removes thinking from the text's beginning; stop strings are looked
@@ -251,7 +252,7 @@ class Detokenizer:
         return DecodeStream(ids=self._context, skip_special_tokens=self._skip_special)
 
     def _note_decoded(self, characters: int, tokens: int) -> None:
-        """Record newly decoded characters."""
+        """Record newly decoded characters, and the number of all tokens decoded so far."""
         self._decoded += characters
         self._ends += [self._decoded] * (tokens - len(self._ends))
 

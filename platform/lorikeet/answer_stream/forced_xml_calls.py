@@ -17,6 +17,8 @@ class ForcedXmlParser:
     """Incremental parser of an answer that a grammar constrains to tool calls in XML.
 
     Strings are streamed. Other values are sent whole, since their type may depend on their end.
+
+    use: tools that the client offers, whose schemas tell the values' types.
     """
 
     done = False

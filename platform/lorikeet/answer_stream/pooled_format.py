@@ -29,7 +29,8 @@ _LEAST_NORM = 1e-12  # of torch.nn.functional.normalize
 def pooled_body(call: Call, pooled: Sequence["array[float]"], usage: FinalUsage) -> bytes:
     """Return the JSON body of the answer to a call that pools its prompts.
 
-    pooled: values of each prompt: one for each label of the head, or pooled hidden states.
+    pooled: values of each prompt: one for each label of the classification head, or pooled
+        hidden states.
     """
     opening = {
         "id": f"{_IDS[call.endpoint]}-{call.request_id}",
@@ -53,7 +54,7 @@ def probabilities(head: Head, scores: Sequence[float]) -> list[float]:
     value itself for a regression, its sigmoid for one label and for labels that do not exclude each
     other, else the softmax.
 
-    scores: the head's values, one for each label.
+    scores: the classification head's values, one for each label.
     """
     if head.problem is Problem.REGRESSION:
         return list(scores)

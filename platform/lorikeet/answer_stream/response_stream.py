@@ -121,7 +121,7 @@ class ResponseStream:
 
 
 class ResponseStreams:
-    """A replica's open ResponseStreams by gateway."""
+    """A replica's open ResponseStreams, one to each gateway that reads its answers."""
 
     def __init__(self) -> None:
         self._open: dict[str, ResponseStream] = {}
@@ -189,7 +189,7 @@ class ResponseBuffer:
     log: record of the engine's outputs, from which another replica can go on with the answer; grows
         with the items.
     begun: whether the client has bytes of the answer.
-    is_last: whether no further replica would get the call.
+    is_last: whether no other replica gets the call if the present one is lost.
     """
 
     def __init__(
@@ -294,7 +294,7 @@ class ResponseBuffers:
         request_id: id of the attempt to answer the call.
         log: gets the record of the engine's outputs that the received items were made of.
         begun: whether the client has bytes of the answer.
-        is_last: whether no further replica would get the call.
+        is_last: whether no other replica gets the call if the present one is lost.
         """
         buffer = ResponseBuffer(self._interval_s, log, begun=begun, is_last=is_last)
         self._open[request_id] = buffer

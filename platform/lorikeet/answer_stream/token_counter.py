@@ -23,12 +23,12 @@ class TokenCounter:
 
     @property
     def usage(self) -> RunningUsage:
-        """Tokens of the prompts that have reached their first token, and of all choices."""
+        """Tokens of the prompts for which a token was generated, and tokens of all choices."""
         return RunningUsage(self._output_tokens, self._prompt_tokens, self._cached_tokens)
 
     def has_grown_since(self, usage: RunningUsage, tokens: int) -> bool:
-        """Return whether another prompt has reached its first token since, or `tokens` more tokens
-        were generated.
+        """Return whether, since `usage` was read, a token was generated for another prompt, or at
+        least `tokens` tokens in all.
         """
         made = self._output_tokens - usage.completion_tokens
         return made >= tokens or self._prompt_tokens > usage.prompt_tokens

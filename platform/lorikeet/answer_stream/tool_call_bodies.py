@@ -130,7 +130,6 @@ def calls_of(
     content.
 
     body: text of calls behind the mark that opens them, up to the end that `body_end` finds.
-
     parameters: schema of the arguments object of each function, for values without a type of their
         own.
     """

@@ -32,6 +32,7 @@ class ToolCallParser:
     done: True once the choice has its only call, if the client allows one call at most.
     parallel: whether the client allows several calls.
     parsed: number of characters assigned to text or calls so far.
+    use: tools that the client offers, and whether it allows several calls.
     """
 
     def __init__(self, syntax: ToolSyntax, use: ToolUse) -> None:

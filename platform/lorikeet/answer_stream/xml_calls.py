@@ -33,7 +33,8 @@ class XmlPatterns:
         if the end tag is missing.
     next_line: line end before a parameter.
     body_end: end of the last part of a call, and its closing mark.
-    bare_end: the same of a call whose function has no tags, if it has no parameters.
+    bare_end: a whole call without parameters, and its closing mark; None in a syntax with a tag
+        behind the arguments.
     """
 
     function_begin: "regex.Pattern[str]"

@@ -336,11 +336,12 @@ class AdapterCatalog:
     def rollback(
         self, tenant: str, name: str, alias: str = DEFAULT_ALIAS, *, actor: str
     ) -> AdapterRecord:
-        """End an alias's share; without a share, point the alias to its previous usable version.
+        """End an alias's share (a second version's fraction of its requests); without a share,
+        point the alias to its previous usable version.
 
         A repeated rollback goes back further.
-        Raises UnknownModel, NotFound, and Conflict if there is no version to go back to or another
-        writer moves the alias at the same moment.
+        Raises UnknownModel, NotFound for an unknown alias, and Conflict if there is no version to
+        go back to or another writer moves the alias at the same moment.
         """
         self.reader.refresh()
         seen = self.reader.ask(lambda state: state.adapter(tenant, name)).aliases.get(alias)
@@ -419,7 +420,8 @@ class AdapterCatalog:
 
         question: called with the state now and the state that the pin would produce.
 
-        Raises the errors of `pin`.
+        Raises as `pin` does: InvalidInput if an option is not allowed, UnknownModel, UnknownTenant,
+        and Conflict beyond the tenant's budget.
         """
         now = self._clock()
         change = pin_change(tenant, name, now, **options)
