@@ -59,8 +59,8 @@ class TenantRecord:
     weight: weight of the tenant's requests against other tenants' on a busy replica, > 0; default
         1.
     max_adapters: limit on the number of the tenant's usable (not retired) adapters; None: no limit.
-    max_total_bytes: limit on the total size of the blobs of all usable versions of the tenant's
-        adapters; None: no limit.
+    max_total_bytes: limit on the total size of the blobs (files) of all usable versions of the
+        tenant's adapters; None: no limit.
     pin_budget_bytes: limit on the total bytes that the tenant's pinned adapters take on a GPU, each
         counted once; None: no limit.
     max_rank: limit on the LoRA rank of each of the tenant's adapters; None: only the service's
@@ -141,7 +141,7 @@ def secret_sha256(secret: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class BlobFacts:
-    """Facts about an adapter's blob, found when it was validated.
+    """Facts about an adapter's blob (file of weights and config), found when it was validated.
 
     digest: SHA-256 of the bytes, 64 lower-case hex digits.
     base_model: served name of the base model.

@@ -37,7 +37,9 @@ def partition_of(name: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """An immutable part of the state.
+    """An immutable part of the state: tenants and keys by the first byte of their hash.
+
+    The last part has what tenants share instead: `shared`, `pins` and `admin_keys`.
 
     tenants: tenants by name; each as JSON until an entry changes it.
     keys: keys by id.

@@ -170,7 +170,7 @@ def retire(state: CatalogState, tenant: str, name: str, version: int | None) -> 
 
 
 def known_version(record: AdapterRecord, number: int) -> VersionRecord:
-    """Return the version with this number, retired or not. Raises UnknownModel."""
+    """Return the version with this number, retired or not. Raises UnknownModel if there is none."""
     version = record.version(number)
     if version is None:
         raise UnknownModel(

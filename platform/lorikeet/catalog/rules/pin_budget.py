@@ -41,8 +41,10 @@ def versions_kept(state: CatalogState, pin: PinRecord | Pinned) -> tuple[PinnedV
 
 
 def charged_bytes(kept: Iterable[PinnedVersion]) -> int:
-    """Sum the bytes on a GPU of all different blobs. Versions with one blob count once, however
-    many pins and replicas keep them.
+    """Return the bytes that count against a pin budget: the versions' bytes on one GPU.
+
+    Versions with the same blob (adapter's file) count once, however many pins and replicas keep
+    them.
     """
     return sum({version.ref.digest: version.image_bytes for version in kept}.values())
 
