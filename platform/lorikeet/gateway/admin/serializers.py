@@ -122,6 +122,7 @@ def pin_status_json(found: PinStatus) -> Json:
     """Return a pin and its state as JSON.
 
     Member image_bytes: total size on one replica of all the pin's adapters, packed for the GPU.
+    Member shortfalls: versions on fewer replicas than the pin wants, with reasons.
     """
     return {
         **pin_json(found.pin),
@@ -133,7 +134,11 @@ def pin_status_json(found: PinStatus) -> Json:
 
 
 def dry_run_json(moves: PinDryRun) -> Json:
-    """Return the dry run of a pin as JSON: the loads and releases that the pin would cause."""
+    """Return the dry run of a pin as JSON: the loads and releases that the pin would cause.
+
+    Members unmet, lost: versions of this pin, and of other pins, that would be on fewer replicas
+    than wanted.
+    """
     return {
         "loads": [
             {
