@@ -74,7 +74,7 @@ class FileStore:
         self._quota_bytes = quota_bytes
 
     def check_quota(self, tenant: str, more_bytes: int = 0, more_files: int = 0) -> None:
-        """Raise InsufficientQuota if a tenant's files are over MAX_FILES, or over quota_bytes together.
+        """Raise InsufficientQuota if a tenant's files number over MAX_FILES or exceed quota_bytes.
 
         more_bytes, more_files: bytes and files to count in addition to the tenant's own.
         """

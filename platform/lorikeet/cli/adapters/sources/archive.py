@@ -50,8 +50,8 @@ class Member:
 def unpack(archive: str, folder: Path) -> None:
     """Copy the adapter's files into a folder.
 
-    Raises InvalidInput if the archive cannot be read, is unsafe to unpack, is too large, or holds
-    several adapters.
+    Raises InvalidInput if the archive cannot be read, is unsafe to unpack or too large, or does
+    not hold one complete adapter.
     """
     if archive.endswith(".safetensors"):
         raise InvalidInput(f"{archive}: give the folder that it is in, with its {CONFIG_FILE}")
