@@ -261,7 +261,7 @@ class AdapterRecord:
 
     def selected(self, selector: str) -> tuple[VersionRecord, ...]:
         """Return every usable version that requests for this selector may get: two for an alias
-        with a share.
+        that splits its requests between two versions.
         """
         numbers = [share.version] if (share := self.shares.get(selector)) else []
         found = (self.select(selector), *map(self.version, numbers))
@@ -278,7 +278,7 @@ class AdapterRecord:
         return next((v for v in found if v.defaults == defaults), None)
 
     def aliases_of(self, number: int) -> tuple[str, ...]:
-        """Return the aliases, sorted, that point to this version or give a share to it."""
+        """Return the aliases, sorted, that send all or some of their requests to this version."""
         shared = (alias for alias, share in self.shares.items() if share.version == number)
         return tuple(sorted({*shared, *(a for a, at in self.aliases.items() if at == number)}))
 

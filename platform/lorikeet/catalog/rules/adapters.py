@@ -80,7 +80,7 @@ def register(
 def promote(
     state: CatalogState, tenant: str, name: str, version: int, alias: str, expect: int | None
 ) -> Changes:
-    """Return the changes that point an alias to a usable version, and end the alias's share.
+    """Return the changes that point an alias to a usable version, for all its requests.
 
     expect: version that the alias must point to; None: any.
 

@@ -25,8 +25,8 @@ class PinnedVersion:
 def versions_kept(state: CatalogState, pin: PinRecord | Pinned) -> tuple[PinnedVersion, ...]:
     """Return the usable versions that a pin selects now.
 
-    An alias with a share selects both versions. A tenant's adapters come in order of age, oldest
-    first.
+    An alias that splits its requests selects both versions. A tenant's adapters come in order
+    of age, oldest first.
     """
     if pin.name is not None:
         record = state.find(pin.tenant, pin.name)

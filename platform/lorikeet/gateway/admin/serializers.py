@@ -231,16 +231,16 @@ def replica_json(report: ReplicaReport) -> Json:
 
 
 def states_json(report: ReplicaReport) -> Json | None:
-    """Return as JSON the counts of a replica's slots for states of delta nets (linear attention);
-    None for a model without delta nets.
+    """Return as JSON a replica's slots for states of delta nets (linear attention): their use now,
+    and counts since its start. None for a model without delta nets.
     """
     states = report.status.states
     return None if states is None else states._asdict()
 
 
 def host_pages_json(report: ReplicaReport) -> Json | None:
-    """Return as JSON the counts of a replica's KV pages in host memory; None if it keeps none
-    there.
+    """Return as JSON a replica's KV pages in host memory: their use now, and counts since its
+    start. None if it keeps none there.
     """
     pages = report.status.host_pages
     return None if pages is None else pages._asdict()
