@@ -21,7 +21,10 @@ MAX_TEMPLATE_BYTES = 8 << 20
 
 
 def template_digest(folder: Path) -> str | None:
-    """Return the SHA-256 in hex of a folder's stripped chat template; None without a template."""
+    """Return the SHA-256 in hex of the chat template in a model's or an adapter's folder.
+
+    Space around the template does not count. None: there is no template.
+    """
     template = read_template(folder)
     return None if template is None else hashlib.sha256(template.strip().encode()).hexdigest()
 

@@ -215,7 +215,7 @@ class NotFound(LorikeetError):
 
 
 class Expired(NotFound):
-    """Sample that is no longer kept, or whose gateway was lost."""
+    """Sample (background request) that was lost, refused or is no longer kept: send it again."""
 
     code = "expired"
 
@@ -239,7 +239,7 @@ class UnknownKey(NotFound):
 
 
 class StillRunning(LorikeetError):
-    """Samples that have not ended; the client should ask again."""
+    """Samples (background requests) that have not ended; the client should ask again."""
 
     code = "still_running"
 

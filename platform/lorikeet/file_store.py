@@ -74,7 +74,7 @@ class FileStore:
         self._quota_bytes = quota_bytes
 
     def check_quota(self, tenant: str, more_bytes: int = 0, more_files: int = 0) -> None:
-        """Raise InsufficientQuota if a tenant's files are beyond its limits.
+        """Raise InsufficientQuota if a tenant's files number over MAX_FILES or exceed quota_bytes.
 
         more_bytes, more_files: bytes and files to count in addition to the tenant's own.
         """
@@ -158,7 +158,7 @@ class FileStore:
     def page(
         self, tenant: str, limit: int, after: str | None, order: Order, purpose: str | None
     ) -> tuple[list[StoredFile], bool]:
-        """Return at most `limit` of a tenant's files, PAGE at most, and whether more follow.
+        """Return a tenant's files, at most `limit` and at most PAGE, and whether more follow.
 
         after: id of the last file of the previous page; None: the first page.
         order: asc: oldest first.
@@ -173,7 +173,7 @@ class FileStore:
         return [one for one in found if one is not None], more
 
     def _contents_of(self, tenant: str) -> list[StoredObject]:
-        """Return the contents of a tenant's files that have not expired."""
+        """Return the objects that hold the bytes of a tenant's files, without expired files."""
         contents = self.store.scan(f"{CONTENTS}{tenant}/")
         return [one for one in contents if _expiry(one.key) > self.clock()]
 
@@ -206,7 +206,7 @@ def page_of(
 ) -> tuple[list[str], bool]:
     """Return a page of ids and whether more follow.
 
-    after: id before the page, whose object may have been deleted since; None: the first page.
+    after: last id of the previous page, which may have been deleted since; None: the first page.
     order: asc: oldest first.
 
     Raises InvalidInput if `after` is no id.
@@ -222,7 +222,9 @@ def page_of(
 
 
 def clean_up(store: ObjectStore, now: float, *, dry_run: bool) -> Iterator[StoredObject]:
-    """Delete expired files, and contents that no file has had for a day; yield each contents.
+    """Delete expired files, and contents over a day old that belong to no file.
+
+    Contents are a file's bytes, an object beside its description. Yields each contents' object.
 
     now: Unix seconds.
     dry_run: yield without deleting.

@@ -87,8 +87,9 @@ class Log:
         return self.between(after, max(found, default=after))
 
     def between(self, after: int, last: int) -> list[Entry]:
-        """Return the entries from `after` + 1 to `last`, all of which must exist. Raises
-        StoreError.
+        """Return the entries from `after` + 1 to `last`, in order.
+
+        Raises StoreError if one of them is missing or cannot be read.
         """
         wanted = range(after + 1, last + 1)
         if not wanted:

@@ -39,7 +39,7 @@ def check_alias(value: str, param: str = "alias") -> str:
 
 
 def check_digest(value: str) -> None:
-    """Raise InvalidInput unless the value is a blob's SHA-256."""
+    """Raise InvalidInput unless the value is a SHA-256: 64 lower-case hexadecimal digits."""
     if not is_digest(value):
         raise InvalidInput(
             f"digest={_shown(value)}: want a SHA-256, 64 lower-case hexadecimal digits",

@@ -36,9 +36,9 @@ class CatalogReader(CatalogView):
         self._failed_s = -math.inf
 
     def read(self, numbers: Collection[int]) -> None:
-        """Read some of the state's partitions unless they are read already.
+        """Read some partitions (parts of the state) from the store unless they are read already.
 
-        numbers: numbers of the partitions.
+        numbers: numbers of the partitions, 0 to 256.
 
         Raises StoreError if the store cannot be read.
         """
@@ -85,7 +85,9 @@ class CatalogReader(CatalogView):
         return self.state.seq >= self._snapshot_seq + SNAPSHOT_EVERY
 
     def snapshot(self) -> int:
-        """Make a snapshot of the newest entry if there is none, and return the entry's number.
+        """Make a snapshot of the state after the newest log entry, if there is none.
+
+        Return the entry's number.
 
         Safe at any time in any process, also while others append and make snapshots.
         Raises StoreError if the store fails.
@@ -113,8 +115,8 @@ class CatalogReader(CatalogView):
             self._snapshot_seq = manifest.seq
 
     def _rebase(self) -> None:
-        """Let unread partitions be read from the newest snapshot, if this reader uses an older
-        one.
+        """Let partitions that are not read yet be read from the newest snapshot, if it is newer
+        than this reader's.
         """
         self._asked_seq = self.state.seq
         manifest = self._snapshots.newest()
@@ -124,8 +126,10 @@ class CatalogReader(CatalogView):
 
 
 def _settled(state: CatalogState) -> CatalogState:
-    """Return the state if no unread partition has pending log entries, which are applied once it is
-    read; else raise PartitionsNotRead, which names these partitions.
+    """Return the state if it can be written as a snapshot; else raise PartitionsNotRead.
+
+    The error names the partitions to read first: log entries have changed them since they were
+    stored, and are applied once they are read.
     """
     partitions = enumerate(state.partitions)
     pending = frozenset(

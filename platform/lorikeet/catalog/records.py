@@ -59,8 +59,8 @@ class TenantRecord:
     weight: weight of the tenant's requests against other tenants' on a busy replica, > 0; default
         1.
     max_adapters: limit on the number of the tenant's usable (not retired) adapters; None: no limit.
-    max_total_bytes: limit on the total size of the blobs of all usable versions of the tenant's
-        adapters; None: no limit.
+    max_total_bytes: limit on the total size of the blobs (files) of all usable versions of the
+        tenant's adapters; None: no limit.
     pin_budget_bytes: limit on the total bytes that the tenant's pinned adapters take on a GPU, each
         counted once; None: no limit.
     max_rank: limit on the LoRA rank of each of the tenant's adapters; None: only the service's
@@ -141,7 +141,7 @@ def secret_sha256(secret: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class BlobFacts:
-    """Facts about an adapter's blob, found when it was validated.
+    """Facts about an adapter's blob (file of weights and config), found when it was validated.
 
     digest: SHA-256 of the bytes, 64 lower-case hex digits.
     base_model: served name of the base model.
@@ -261,7 +261,7 @@ class AdapterRecord:
 
     def selected(self, selector: str) -> tuple[VersionRecord, ...]:
         """Return every usable version that requests for this selector may get: two for an alias
-        with a share.
+        that splits its requests between two versions.
         """
         numbers = [share.version] if (share := self.shares.get(selector)) else []
         found = (self.select(selector), *map(self.version, numbers))
@@ -278,7 +278,7 @@ class AdapterRecord:
         return next((v for v in found if v.defaults == defaults), None)
 
     def aliases_of(self, number: int) -> tuple[str, ...]:
-        """Return the aliases, sorted, that point to this version or give a share to it."""
+        """Return the aliases, sorted, that send all or some of their requests to this version."""
         shared = (alias for alias, share in self.shares.items() if share.version == number)
         return tuple(sorted({*shared, *(a for a, at in self.aliases.items() if at == number)}))
 

@@ -33,7 +33,7 @@ _RECORD = "upload.json"
 
 @dataclass(frozen=True, slots=True)
 class Upload:
-    """One upload of an adapter's blob in parts, which can be resumed.
+    """One upload of an adapter's blob (its file) in parts, which can be resumed.
 
     digest: SHA-256 of the blob, as the sender states it.
     owner: id of the admin's key that sends it.
@@ -69,7 +69,7 @@ class Upload:
 
 
 class ResumableUploads:
-    """Uploads of one store. Safe in any thread of any process."""
+    """Uploads of adapters' files into one store, in parts. Safe in any thread of any process."""
 
     def __init__(self, store: ObjectStore, part_bytes: int = PART_BYTES) -> None:
         self._store = store

@@ -41,7 +41,7 @@ class Manifest:
     """Description of a snapshot: the catalog's state after log entry `seq`.
 
     time: time of the entry, Unix seconds.
-    partitions: SHA-256 of each partition's bytes, by partition number.
+    partitions: SHA-256 of the bytes of each partition (part of the state), by its number.
     """
 
     seq: int
@@ -49,7 +49,7 @@ class Manifest:
     partitions: tuple[str, ...]
 
     def state(self) -> CatalogState:
-        """Return the state of the snapshot, with all partitions unread."""
+        """Return the state of the snapshot; its partitions are read later, when they are needed."""
         return CatalogState(self.seq, self.time, tuple(map(UnreadPartition, self.partitions)))
 
 
@@ -73,14 +73,14 @@ class Snapshots:
 
         digests: SHA-256 of the bytes of each partition to read.
 
-        Raises ObjectNotFound, and StoreError if a partition is damaged.
+        Raises ObjectNotFound if a partition is missing, StoreError if one is damaged.
         """
         return dict(zip(digests, in_parallel(self._read, digests), strict=True))
 
     def write(self, state: CatalogState) -> Manifest:
         """Write a snapshot of a state and return its manifest. Idempotent.
 
-        state: may have unread partitions, but none that later log entries changed.
+        state: its unread partitions must not have changed since they were stored.
         """
         # Partitions that never held anything are one object, written once.
         distinct = {id(partition): partition for partition in state.partitions}
@@ -127,7 +127,7 @@ _REMEDY = "restore it, or delete the newest object under snapshots/ so that an o
 
 
 def partition_to_bytes(partition: Partition) -> bytes:
-    """Serialize a partition; equal partitions have equal bytes."""
+    """Serialize a partition (part of the state); equal partitions have equal bytes."""
     return b"\n".join(_lines(partition))
 
 

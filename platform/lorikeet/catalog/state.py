@@ -37,7 +37,9 @@ def partition_of(name: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """An immutable part of the state.
+    """An immutable part of the state: tenants and keys by the first byte of their hash.
+
+    The last part has what tenants share instead: `shared`, `pins` and `admin_keys`.
 
     tenants: tenants by name; each as JSON until an entry changes it.
     keys: keys by id.
@@ -89,8 +91,8 @@ class PartitionsNotRead(Exception):
 class CatalogState:
     """State after entry `seq` of the log. Immutable and shared between threads.
 
-    Every method raises PartitionsNotRead if it needs an unread partition; `ask` of CatalogView or
-    GatewayCatalogView reads the partition and asks again.
+    Every method raises PartitionsNotRead if it needs a partition (part of the state) that was not
+    read from the store yet; `ask` of CatalogView or GatewayCatalogView reads it and asks again.
 
     time: time of entry `seq`, Unix seconds.
     """
@@ -233,8 +235,8 @@ class CatalogState:
         return tuple(pin for at in sorted(pins) if not (pin := pins[at]).expired(now))
 
     def require(self, tenants: Iterable[str]) -> None:
-        """Raise PartitionsNotRead if any of these tenants' partitions is unread; the error names
-        all of them.
+        """Raise PartitionsNotRead if any of these tenants' partitions is not read yet; the error
+        names all that are not.
         """
         self._need(map(partition_of, tenants))
 
@@ -249,8 +251,8 @@ class CatalogState:
         return [self._partition(number) for number in range(PARTITIONS)]
 
     def _need(self, numbers: Iterable[int]) -> None:
-        """Raise PartitionsNotRead if any of these partitions is unread; the error names all of
-        them.
+        """Raise PartitionsNotRead if any of these partitions is not read yet; the error names all
+        that are not.
         """
         missing = frozenset(
             at for at in set(numbers) if isinstance(self.partitions[at], UnreadPartition)

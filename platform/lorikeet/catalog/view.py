@@ -17,8 +17,9 @@ T = TypeVar("T")
 class CatalogView:
     """A catalog state that only moves forward, entry by entry. Thread-safe.
 
-    Questions are functions of a CatalogState (state.py). A partition that a question needs is read
-    from a snapshot: the one that the view began with, or a newer one that `rebase` has set.
+    Questions are functions of a CatalogState (state.py). A partition (part of the state) that a
+    question needs is read from a snapshot: the one that the view began with, or a newer one that
+    `rebase` has set.
     """
 
     def __init__(self, snapshots: Snapshots, state: CatalogState | None = None) -> None:
@@ -29,7 +30,7 @@ class CatalogView:
 
     @property
     def state(self) -> CatalogState:
-        """Newest state, perhaps with unread partitions. Never blocks."""
+        """Newest state, perhaps with partitions that are not read yet. Never blocks."""
         return self._state
 
     def ask(self, question: Callable[[CatalogState], T]) -> T:
@@ -46,9 +47,9 @@ class CatalogView:
                 self.read(missing.numbers)
 
     def read(self, numbers: Collection[int]) -> None:
-        """Read some of the state's partitions unless they are read already.
+        """Read some partitions (parts of the state) from the store unless they are read already.
 
-        numbers: numbers of the partitions.
+        numbers: numbers of the partitions, 0 to 256.
 
         Raises StoreError if the store cannot be read.
         """
@@ -86,9 +87,9 @@ class CatalogView:
                 self._state = state
 
     def rebase(self, manifest: Manifest, written: CatalogState | None = None) -> None:
-        """Let unread partitions refer to a newer snapshot, from which they are read when needed.
+        """Let partitions that are not read yet be read from a newer snapshot, when they are needed.
 
-        manifest: snapshot of an entry that the state already covers.
+        manifest: description of that snapshot, which must not be newer than the state.
         written: state that the snapshot was made of; None if another process made the snapshot.
         """
         with self._changing:

@@ -18,7 +18,7 @@ from lorikeet_engine.errors import EngineError
 
 
 def check_catalog(planned: PlannedStart) -> Iterator[Finding]:
-    """Check the store, the admin keys and the adapters, up to the first one that fails."""
+    """Check the store and, if it holds a catalog, the catalog's admin keys and adapters."""
     url = planned.settings.catalog
     faults = list(check_presence(planned))
     if planned.makes_missing and [fault.check for fault in faults] == ["catalog"]:

@@ -81,8 +81,8 @@ def _fix(planned: PlannedStart, name: str) -> str:
 
 
 def check_host_memory(planned: PlannedStart) -> Iterator[Finding]:
-    """Check that host arenas (adapters), KV pages on the host and processes of all engines fit into
-    host memory; on the CPU, the models as well.
+    """Check that host arenas (adapters), KV pages on the host, and the processes of all engines and
+    gateways fit into host memory; on the CPU, the models as well.
     """
     settings, host, engines = planned.settings, planned.host, planned.engines
     arenas = engines * settings.adapter_host_memory

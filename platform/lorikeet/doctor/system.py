@@ -15,7 +15,10 @@ from lorikeet.sizes import show_size
 
 
 def check_disk(planned: PlannedStart) -> Iterator[Finding]:
-    """Check that the disk cache's folder is writable and has LORIKEET_ADAPTER_DISK bytes free."""
+    """Check that the disk cache's folder is writable and that its disk has enough space.
+
+    Free bytes and those that the folder takes already must reach LORIKEET_ADAPTER_DISK.
+    """
     faults = list(check_cache_folder(planned))
     if faults:
         yield from faults
@@ -114,7 +117,7 @@ _RAY = {6379: "ray start", 8265: "Ray's dashboard"}
 
 
 def check_ports(planned: PlannedStart) -> Iterator[Finding]:
-    """Check that the ports are free, and that the admin listener's address is this machine's."""
+    """Check that listeners' and Ray's ports are free, and the admin's address is this machine's."""
     admin = planned.settings.admin_address
     if admin.port == planned.http_port:
         found = f"{admin.port} is set for both the public and the admin listener"

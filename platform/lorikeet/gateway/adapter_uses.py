@@ -10,7 +10,7 @@ from lorikeet_engine.adapter import Adapter
 class AdapterUses:
     """Counter of the requests in flight on this gateway, by their adapter's digest.
 
-    Replicas keep an adapter whose version has ended until these requests are done
+    Replicas keep an adapter whose pushed version's lifetime has ended until they are done
     (pushing/push_pipeline.py). For use in one event loop.
     """
 
@@ -22,7 +22,7 @@ class AdapterUses:
 
     @contextmanager
     def using(self, adapter: Adapter | None) -> Iterator[None]:
-        """Count a request that uses an adapter or a composition, until the context ends.
+        """Count a request that uses an adapter, or several added up, until the context ends.
 
         adapter: None: the request uses no adapter.
         """

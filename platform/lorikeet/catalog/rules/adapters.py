@@ -80,7 +80,7 @@ def register(
 def promote(
     state: CatalogState, tenant: str, name: str, version: int, alias: str, expect: int | None
 ) -> Changes:
-    """Return the changes that point an alias to a usable version, and end the alias's share.
+    """Return the changes that point an alias to a usable version, for all its requests.
 
     expect: version that the alias must point to; None: any.
 
@@ -170,7 +170,7 @@ def retire(state: CatalogState, tenant: str, name: str, version: int | None) -> 
 
 
 def known_version(record: AdapterRecord, number: int) -> VersionRecord:
-    """Return the version with this number, retired or not. Raises UnknownModel."""
+    """Return the version with this number, retired or not. Raises UnknownModel if there is none."""
     version = record.version(number)
     if version is None:
         raise UnknownModel(

@@ -28,7 +28,7 @@ _LARGEST = 10**15  # exact as a float too, as some clients parse numbers
 
 
 class LimitOptions(TypedDict, total=False):
-    """Limits that tenants and keys have in common, with the meanings of the fields of Limits.
+    """Limits that tenants and keys have in common: rates, burst, concurrency, context (see Limits).
 
     An option that is left out keeps its value; None removes the limit.
     """

@@ -25,8 +25,8 @@ class PinnedVersion:
 def versions_kept(state: CatalogState, pin: PinRecord | Pinned) -> tuple[PinnedVersion, ...]:
     """Return the usable versions that a pin selects now.
 
-    An alias with a share selects both versions. A tenant's adapters come in order of age, oldest
-    first.
+    An alias that splits its requests selects both versions. A tenant's adapters come in order
+    of age, oldest first.
     """
     if pin.name is not None:
         record = state.find(pin.tenant, pin.name)
@@ -41,8 +41,10 @@ def versions_kept(state: CatalogState, pin: PinRecord | Pinned) -> tuple[PinnedV
 
 
 def charged_bytes(kept: Iterable[PinnedVersion]) -> int:
-    """Sum the bytes on a GPU of all different blobs. Versions with one blob count once, however
-    many pins and replicas keep them.
+    """Return the bytes that count against a pin budget: the versions' bytes on one GPU.
+
+    Versions with the same blob (adapter's file) count once, however many pins and replicas keep
+    them.
     """
     return sum({version.ref.digest: version.image_bytes for version in kept}.values())
 

@@ -15,7 +15,7 @@ LONGEST_REASON = 200  # characters
 
 
 class PinOptions(TypedDict, total=False):
-    """Options of a pin. An option that is left out has its default in Pinned.
+    """Options of a pin. Left out: alias prod, tier GPU, all replicas, priority 0, "", no expiry.
 
     selector: alias or version number to keep loaded.
     tier: lowest tier to keep it on: disk, host or GPU.
@@ -38,7 +38,7 @@ def pin_change(tenant: str, name: str | None, now: float, **options: Unpack[PinO
 
     name: adapter; None pins all adapters of the tenant.
     now: Unix seconds.
-    options: tier and other options of the pin, as in PinOptions.
+    options: selector, tier, replicas, priority, reason and expires, as in PinOptions.
     """
     change = Pinned(tenant=tenant, name=name, **options)
     check_name(tenant, "tenant")

@@ -14,7 +14,7 @@ class QuotaUsage:
     """Usage of a tenant's quota, which limits the number and bytes of its adapters.
 
     adapters: number of usable (not retired) adapters.
-    total_bytes: bytes of the blobs of their usable versions; each blob counts once.
+    total_bytes: bytes of the blobs (files) of their usable versions; each blob counts once.
     """
 
     adapters: int

@@ -36,7 +36,10 @@ def create_tenant(state: CatalogState, name: str, options: TenantOptions) -> Cha
 
 
 def limit_tenant(state: CatalogState, change: TenantOptionsSet) -> Changes:
-    """Return the changes that set some options of a tenant. Raises UnknownTenant."""
+    """Return the changes that set some options of a tenant; none if they are so already.
+
+    Raises UnknownTenant.
+    """
     record = state.tenant(change.tenant)
     return () if with_options(record, change.options) == record else (change,)
 
@@ -74,7 +77,7 @@ def rotate_key(
     new_id: id of the copy.
     new_sha256: SHA-256 of its secret.
     now: Unix seconds.
-    overlap_s: seconds after which the old key expires, unless it expires sooner.
+    overlap_s: seconds after which the old key expires, unless it expires sooner; 0: it is revoked.
 
     Raises UnknownKey, and Conflict if the key was rotated before or is no longer valid.
     """

@@ -57,7 +57,10 @@ def download(size_bytes: int, path: Path, read: ReadRange) -> str:
 
 
 class _Progress:
-    """Bytes of the file written so far, range by range."""
+    """Bytes of a downloaded file written so far, in each range. Thread-safe.
+
+    starts: first byte of each range.
+    """
 
     def __init__(self, starts: range) -> None:
         self._ends = list(starts)  # end of the bytes written, in each range

@@ -102,7 +102,7 @@ def read_probes(file: Path) -> Probes:
 def print_parity(found: dict[str, Any]) -> None:
     """Print how far a replica's log-probabilities differ from the trainer's.
 
-    found: the parity proof, as the admin API returns it; its reason, if any, goes to stderr.
+    found: the comparison, as the admin API's JSON; its `reason`, if any, goes to stderr.
     """
     base = found["base_mean"]
     print_table(
@@ -125,7 +125,7 @@ def print_version_parity(number: int, found: dict[str, Any]) -> None:
     """Print one line on how far a version's log-probabilities differ from its trainer's.
 
     number: number of the version.
-    found: its parity proof, as the admin API returns it.
+    found: the comparison, as the admin API's JSON.
     """
     cause = f" ({found['cause']})" if found["cause"] else ""
     print_line(

@@ -20,7 +20,7 @@ from lorikeet.sizes import show_size
 
 
 class Tier(Enum):
-    """Lowest tier on which a pinned adapter is kept."""
+    """Lowest tier (place in memory or on disk) on which a pinned adapter is kept."""
 
     GPU = "gpu"
     HOST = "host"

@@ -50,7 +50,7 @@ def send_blob(
 ) -> None:
     """Upload the parts of a file that the server lacks.
 
-    Raises LorikeetError if the server refuses them or no part arrives in _TRIES attempts.
+    Raises LorikeetError if the server refuses them, or no part arrives in _TRIES attempts in a row.
 
     Ctrl-C ends the command, and prints how to resume.
 

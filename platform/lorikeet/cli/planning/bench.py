@@ -64,8 +64,9 @@ class _Figure(NamedTuple):
 
     @property
     def growth(self) -> float | None:
-        """Growth of the time beside other tenants, relative to the time alone; None if it is
-        undefined.
+        """Growth of the time beside other tenants, as a fraction of the time alone.
+
+        None if one of the times is not known, or the time alone is nearly 0.
         """
         if self.shared is None or self.alone is None or self.alone < _NOTHING_S:
             return None
@@ -77,7 +78,7 @@ class _Figure(NamedTuple):
         return alone, shared, NOTHING if self.growth is None else f"{self.growth:+.0%}"
 
     def as_json(self) -> dict[str, float | None]:
-        """Return the JSON object."""
+        """Return both times in seconds, and the growth as a fraction, by name."""
         return {"alone": self.alone, "shared": self.shared, "growth": self.growth}
 
 

@@ -49,6 +49,7 @@ class LoadRun:
 class RunMeasurements:
     """Measurements of one tenant in one run.
 
+    requests: number of requests sent.
     first_s: for each answered request, seconds from its due time to the first token.
     between_s: seconds between two consecutive tokens, of all answers.
     errors: number of errors by kind.

@@ -140,7 +140,9 @@ def check_adapters(
     Warns of adapters whose base model is known by its shapes alone.
 
     tenant: owner of the adapters.
-    limits: limits on rank and size.
+    base_models: served base models, by name.
+    limits: the service's limits on an adapter's rank and size.
+    catalog: catalog in which versions with the same weights are looked up.
     quiet: show no progress.
 
     Raises InvalidAdapter, which names the source, for the first adapter that fits no served base
@@ -168,8 +170,8 @@ def find_base_model(
 ) -> BaseOfAdapter:
     """Return the served base model of an adapter: by its name, or else the only one that fits.
 
-    blob: the packed adapter.
-    limits: limits on rank and size.
+    blob: the adapter, packed into one file.
+    limits: the service's limits on an adapter's rank and size.
 
     Raises InvalidAdapter if no base model fits, or several do.
     """

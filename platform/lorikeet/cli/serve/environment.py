@@ -93,7 +93,7 @@ def _own_ray_folder() -> Path:
 
 
 def _free_port(usual: int, named: set[int]) -> int:
-    """Return the usual port, or the next free one from SERVES_PORT + 80 on.
+    """Return the usual port, else the next free one from SERVES_PORT + 80 on, else the usual one.
 
     named: ports of other listeners.
     """

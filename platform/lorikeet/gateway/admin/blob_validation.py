@@ -38,8 +38,9 @@ def validate_blob(
     digest: str | None = None,
     scan: ValueScan | None = None,
 ) -> BlobFacts:
-    """Check a blob for all that could make its adapter fail on a replica; return facts about the
-    blob.
+    """Check a blob (adapter's file) for all that could make the adapter fail on a replica.
+
+    Returns facts about the blob.
 
     Blocks: call it in a thread.
 

@@ -66,8 +66,10 @@ def fleet_routes(fleet: "FleetView") -> APIRouter:
         offset and bytes for each piece of the adapter; marks: 1 pinned, 2 arriving, or their
         sum.
     replicas[].gpu, host, disk: number of adapters in that tier, used_bytes, total_bytes.
-    lines: time series of request_log/recent_traffic.py, one value per second up to `now`.
-    waiting: waiting requests, a row for each tenant and adapter, longest wait first.
+    lines: time series of request rates, of the share of requests whose adapter was on the GPU,
+        and of times to the first token; one value per second up to `now`.
+    waiting: number of requests that wait for their first token, and a row for each tenant, base
+        model and adapter, longest wait first.
     pins: number of pins in each state, and a row for each pin that is not yet fulfilled; null
         while the catalog does not answer.
     gateways.silent: number of gateways that did not answer in time; null if none could be

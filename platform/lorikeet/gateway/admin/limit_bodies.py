@@ -18,7 +18,7 @@ _NEVER_NONE = {"burst_s", "weight", "priority"}
 
 
 class LimitsBody(Body):
-    """Limits of a tenant or a key to set, with the meanings of the fields of Limits (records.py).
+    """Limits of a tenant or a key to set: rates, burst, concurrency, context (see records.Limits).
 
     A limit that is left out stays unchanged; null removes it.
 

@@ -22,7 +22,9 @@ from lorikeet.protocol.replica_report import ReplicaReport
 
 
 class PinReporter:
-    """Reporter of pins' statuses and of dry runs, based on the catalog and the replicas' reports.
+    """Reporter of pins' statuses, and of dry runs: the loads and releases a new pin would cause.
+
+    Both follow from the catalog and the replicas' reports.
 
     Computes them in threads.
     """
@@ -55,7 +57,7 @@ class PinReporter:
         """Return the loads and releases of adapters that a new pin would cause.
 
         name: adapter to pin; None: all adapters of the tenant.
-        options: tier and other options of the pin; see PinOptions.
+        options: selector, tier, replicas, priority, reason and expires, as in PinOptions.
 
         Raises InvalidInput if an option is not allowed, UnknownModel, UnknownTenant, Conflict
         beyond the tenant's pin budget, and StoreError if the catalog cannot be read.

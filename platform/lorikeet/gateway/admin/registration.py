@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class RegistrationRequest:
-    """Request to register a blob as a version of an adapter.
+    """Request to register a blob (adapter's file) as a version of an adapter.
 
     actor: id of the key that requests it.
     promote: also point the alias prod to the new version.
@@ -55,7 +55,7 @@ class RegisteredVersion(NamedTuple):
 
 
 class Registration:
-    """Validator of uploaded blobs that records valid ones as versions in the catalog.
+    """Validator of uploaded blobs (adapters' files) that records valid ones as catalog versions.
 
     Blocking work runs in a few threads reserved for registrations. Many concurrent uploads thus
     delay each other, but not the catalog view, through which gateways learn of revoked keys.

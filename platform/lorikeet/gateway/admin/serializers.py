@@ -122,6 +122,7 @@ def pin_status_json(found: PinStatus) -> Json:
     """Return a pin and its state as JSON.
 
     Member image_bytes: total size on one replica of all the pin's adapters, packed for the GPU.
+    Member shortfalls: versions on fewer replicas than the pin wants, with reasons.
     """
     return {
         **pin_json(found.pin),
@@ -133,7 +134,11 @@ def pin_status_json(found: PinStatus) -> Json:
 
 
 def dry_run_json(moves: PinDryRun) -> Json:
-    """Return the dry run of a pin as JSON: the loads and releases that the pin would cause."""
+    """Return the dry run of a pin as JSON: the loads and releases that the pin would cause.
+
+    Members unmet, lost: versions of this pin, and of other pins, that would be on fewer replicas
+    than wanted.
+    """
     return {
         "loads": [
             {
@@ -226,16 +231,16 @@ def replica_json(report: ReplicaReport) -> Json:
 
 
 def states_json(report: ReplicaReport) -> Json | None:
-    """Return as JSON the counts of a replica's slots for states of delta nets (linear attention);
-    None for a model without delta nets.
+    """Return as JSON a replica's slots for states of delta nets (linear attention): their use now,
+    and counts since its start. None for a model without delta nets.
     """
     states = report.status.states
     return None if states is None else states._asdict()
 
 
 def host_pages_json(report: ReplicaReport) -> Json | None:
-    """Return as JSON the counts of a replica's KV pages in host memory; None if it keeps none
-    there.
+    """Return as JSON a replica's KV pages in host memory: their use now, and counts since its
+    start. None if it keeps none there.
     """
     pages = report.status.host_pages
     return None if pages is None else pages._asdict()

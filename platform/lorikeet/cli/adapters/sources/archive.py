@@ -48,7 +48,11 @@ class Member:
 
 
 def unpack(archive: str, folder: Path) -> None:
-    """Copy the adapter's files into a folder. Raises InvalidInput, naming the member."""
+    """Copy the adapter's files into a folder.
+
+    Raises InvalidInput if the archive cannot be read, is unsafe to unpack or too large, or does
+    not hold one complete adapter.
+    """
     if archive.endswith(".safetensors"):
         raise InvalidInput(f"{archive}: give the folder that it is in, with its {CONFIG_FILE}")
     try:
@@ -145,6 +149,8 @@ def _beside_the_config(archive: str, members: Iterator[Member]) -> dict[str, Mem
 
     If one adapter's folder contains folders of further adapters, as a trainer's output contains
     checkpoints, the outermost counts.
+
+    Raises InvalidInput for several adapters, an unsafe or repeated member, or too many bytes.
     """
     beside: dict[PurePosixPath, dict[str, Member]] = {}
     total = 0
