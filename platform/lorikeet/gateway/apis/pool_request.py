@@ -33,9 +33,9 @@ class PoolRequest(TemplateFields, ApiRequest):
     for each prompt, and no generated text.
 
     input: prompts, as texts or token ids. Each is pooled.
-    messages: a chat to pool, as the chat template writes it. Without add_generation_prompt it ends
-        before an answer's beginning.
-    user: name of the request's session.
+    messages: a chat to pool, as the chat template writes it. Unless add_generation_prompt is true,
+        the prompt ends with the last message, without the beginning of an answer.
+    user: name of the request's session; chooses between two versions that share an alias.
     """
 
     no_ops: ClassVar[NoOps] = POOL_NO_OPS
