@@ -102,7 +102,8 @@ def sole_copies(
     """Return, by replica, the fraction of adapters in use that only this replica has on GPU or
     host.
 
-    Adapters count alike, however much they are used; those on no GPU or host do not count.
+    Adapters with at least POPULAR recent requests are in use, and count alike. Those on no GPU or
+    host do not count.
 
     demand: recent requests, a count that halves every 45 s, by digest.
     """
