@@ -133,7 +133,7 @@ class Work(NamedTuple):
     """Amount of work that a request makes for a replica.
 
     prompt_tokens: number of tokens of all prompts.
-    rank, adapter_bytes: rank and size of the adapter; 0 for the base model.
+    rank, adapter_bytes: rank of the adapter and its bytes on a GPU; 0 for the base model.
     sequences: number of sequences that will decode; sequences of one prompt share the prompt's KV
         pages.
     """
@@ -164,9 +164,9 @@ class Call:
     created: Unix time, in seconds, that the answer shows.
     model: name of the model as the client wrote it; the answer repeats the name.
     adapter: None for the base model.
-    adapter_rank, adapter_bytes: rank and size of the adapter, sums over a composition; 0 for the
-        base model.
-    is_recorded: the adapter's version is in the catalog's log. Another adapter may still get the
+    adapter_rank, adapter_bytes: rank of the adapter and its bytes on a GPU, sums over a
+        composition; 0 for the base model.
+    is_recorded: the adapter's version is in the catalog's log. Another version may still get the
         number of an unrecorded version, so answers omit it.
     messages: messages of a chat, in any API; empty where there are `prompts`.
     prompts: prompts of completions, or to pool, as texts or token ids; empty for chats.
@@ -432,7 +432,7 @@ class Attempt:
 
     request_id: the attempt's id: the call's id, from the second attempt on with a number.
     replica: name of the replica that took or failed the call; None if no replica took it.
-    waited_s: seconds until a replica took the call.
+    waited_s: seconds until a replica took the call or, if none did, until the attempt failed.
     candidates: replicas that the router considered, the best first.
     failure: reason why the attempt ended without an answer; None if it has not.
     """

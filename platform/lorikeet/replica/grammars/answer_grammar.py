@@ -41,7 +41,7 @@ def _without_thinking(
 ) -> str | None:
     """Return the grammar of an answer as it is behind thinking.
 
-    excluded: tags of thinking; empty if the model does not think.
+    excluded: tags of thinking, which a text must not contain; empty if the model does not think.
     """
     if (use := call.tools) is not None:
         assert syntax is not None
