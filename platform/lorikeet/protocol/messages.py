@@ -178,7 +178,7 @@ class Call:
     n: number of choices for each prompt.
     stream: the answer is server-sent events.
     include_usage: a stream ends with its usage.
-    continuous_usage: each event of a stream has its choice's usage until then.
+    continuous_usage: each event of a stream has the usage of its choice so far.
     format: required format of the answer.
     tools: tools that the model may call.
     echo: each choice's text begins with its prompt.
@@ -324,7 +324,8 @@ class AnswerHeader:
     status: the replica's status when it took the call; only in the first header.
     load_s: seconds that the adapter's load took, 0.0 if it was on the GPU; only in the second
         header.
-    ignored: the call's `ignored`, and keywords of its schemas that the grammar does not enforce.
+    ignored: what has no effect: variables unknown to the chat template, the call's `left_out`, and
+        keywords of its schemas that the grammar does not enforce.
     """
 
     replica: str

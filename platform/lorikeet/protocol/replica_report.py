@@ -28,7 +28,7 @@ class ReplicaReport:
     fp8_kv: bool = False
 
     def pinnable_bytes(self, tier: Residency) -> int:
-        """Return the limit on a tier's pinned adapters together, in bytes of their parts on one GPU.
+        """Return the limit on all pinned adapters of a tier, in bytes of their parts on one GPU.
 
         On host and disk, an adapter takes these bytes once for each GPU of the replica.
         """

@@ -128,7 +128,8 @@ class EmbeddingsRequest(PoolRequest):
     """Request of POST /v1/embeddings.
 
     input: texts or token ids, each of which is embedded.
-    dimensions: number of first values to which vectors are cut (Matryoshka); these are normalised.
+    dimensions: number of first values to which vectors are cut (Matryoshka), before they are
+        normalised.
     encoding_format: base64 of little-endian float32, or numbers.
     use_activation: False: vectors are not normalised.
     """

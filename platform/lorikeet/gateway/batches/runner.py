@@ -178,8 +178,8 @@ class BatchRunner:
 class _Run:
     """Run of one batch.
 
-    number: number of the run, also in the name of its lease, the object in the store that shows
-        that a gateway runs the batch.
+    number: number of the run, from 1 for each batch, also in the name of its lease, the object in
+        the store that shows that a gateway runs the batch.
     folder: empty folder for the input and the output.
     """
 
