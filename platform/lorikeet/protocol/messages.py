@@ -132,7 +132,8 @@ class ToolUse:
 class Work(NamedTuple):
     """Amount of work that a request makes for a replica.
 
-    prompt_tokens: number of tokens of all prompts.
+    prompt_tokens: number of tokens of all prompts, and of the answer so far that the replica is to
+        go on with.
     rank, adapter_bytes: rank of the adapter and its bytes on a GPU; 0 for the base model.
     sequences: number of sequences that will decode; sequences of one prompt share the prompt's KV
         pages.
