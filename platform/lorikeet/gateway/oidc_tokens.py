@@ -155,8 +155,8 @@ class SigningKeys:
         """Return the key with this id as a JSON Web Key; None if the issuer has none.
 
         Keys older than _FRESH_S are read again in the background. This function waits for a read if
-        the id is unknown or the keys are older than _LONGEST_S. Raises Unavailable if the keys cannot be read,
-        and are older than _LONGEST_S or lack this key.
+        the id is unknown or the keys are older than _LONGEST_S. Raises Unavailable if the keys
+        cannot be read, and are older than _LONGEST_S or lack this key.
         """
         now = self._clock()
         known = self._keys.get(name)
