@@ -8,8 +8,8 @@ from contextlib import contextmanager
 
 @contextmanager
 def killed_by_sigint() -> Iterator[None]:
-    """Let SIGINT kill the process within the block, without a traceback, unless SIGINT is ignored
-    or the program has a handler of its own.
+    """Let SIGINT kill the process within the block, without a traceback, unless SIGINT is ignored,
+    the program has a handler of its own, or this is not the main thread.
 
     A KeyboardInterrupt would print a traceback of the imports, and is lost if raised in a callback.
     """

@@ -92,8 +92,8 @@ def price_of(
     of a composition has the highest price among its adapters'.
 
     adapter: None for the base model alone.
-    background: whether the request is a line of a batch, or of service tier flex. One without a
-        price of its own for these has its ordinary price.
+    background: whether the request is a line of a batch, or of service tier flex. A model
+        without a price of its own for these has its ordinary price.
     """
 
     def of(name: str, otherwise: Price) -> Price:

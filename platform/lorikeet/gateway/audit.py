@@ -126,14 +126,14 @@ class AuditMiddleware:
 
 
 class _Stream(logging.StreamHandler[TextIO]):
-    """Handler that logs a failed write."""
+    """Logging handler that writes to a stream, and logs a failed write as an error."""
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: ARG002, N802
         log.error("audit_not_written", extra={"error": repr(sys.exc_info()[1])})
 
 
 class _File(_Stream, logging.handlers.WatchedFileHandler):
-    """Handler of a file, which is opened again after it was moved or deleted."""
+    """Logging handler of a file, which is opened again after it was moved or deleted."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:

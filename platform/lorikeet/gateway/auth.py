@@ -102,8 +102,8 @@ class RequestAuthenticator:
     async def caller(self, request: Request) -> Caller:
         """Return the tenant and key of a request that generates or reads.
 
-        Raises InvalidKey for a missing, unknown or ended key, Forbidden if the key's scopes do not
-        allow the request, Unavailable if the catalog cannot be read.
+        Raises InvalidKey for a missing, unknown, revoked or expired key, Forbidden if the key's
+        scopes do not allow the request, Unavailable if the catalog cannot be read.
         """
         return await self._caller(request, Scope.INFER)
 
@@ -112,7 +112,7 @@ class RequestAuthenticator:
 
         key_id: id of the key that made the batch.
 
-        Raises InvalidKey if the key has ended, UnknownKey if the catalog has no such key,
+        Raises InvalidKey if the key is revoked or expired, UnknownKey if the catalog lacks the key,
         Unavailable if the catalog cannot be read.
         """
 
@@ -130,8 +130,8 @@ class RequestAuthenticator:
 
         A read-only key may ask, but not push.
 
-        Raises InvalidKey for a missing, unknown or ended key, Forbidden if the key's scopes do not
-        allow the request, Unavailable if the catalog cannot be read.
+        Raises InvalidKey for a missing, unknown, revoked or expired key, Forbidden if the key's
+        scopes do not allow the request, Unavailable if the catalog cannot be read.
         """
         return await self._caller(request, Scope.PUBLISH)
 
@@ -140,8 +140,8 @@ class RequestAuthenticator:
 
         All admin routes depend on this check.
 
-        Raises InvalidKey for a missing, unknown or ended key, Forbidden if the key's scopes do not
-        allow the request, Unavailable if the catalog cannot be read.
+        Raises InvalidKey for a missing, unknown, revoked or expired key, Forbidden if the key's
+        scopes do not allow the request, Unavailable if the catalog cannot be read.
         """
         await self._authenticate(request, Scope.ADMIN)
 
@@ -331,9 +331,9 @@ def _holds(log: CatalogState, ref: AdapterRef, defaults: RequestDefaults | None)
 def _authorization(request: Request, scope: Scope) -> str | None:
     """Return a request's Authorization header; None without one.
 
-    On tenants' routes a Basic header is returned as the Bearer header of its key, and x-api-key may
-    replace Authorization, also with Tinker's prefix. Raises InvalidKey if the two headers have
-    different keys.
+    On tenants' routes a Basic header is returned as the Bearer header of its key, and so is the key
+    in x-api-key, without the prefix that Tinker's clients put before it. Raises InvalidKey if the
+    two headers have different keys.
     """
     authorization = request.headers.get("authorization")
     if scope is Scope.ADMIN:

@@ -17,7 +17,7 @@ async def run_until_disconnect(receive: Receive, work: Coroutine[None, None, Non
 
     receive: source of the ASGI messages of a request whose body has been read.
 
-    The cancellation is taken back before this function returns, as asyncio.timeout does.
+    After a disconnect this function returns normally, with the task's cancellation taken back.
     """
     current = asyncio.current_task()
     assert current is not None

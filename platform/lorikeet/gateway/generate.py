@@ -172,8 +172,8 @@ class GenerateEndpoint:
         await response(scope, receive, send)
 
     async def answer(self, request: Request) -> Response:
-        """Read and check a request; return a response that calls a replica when it is sent, or the
-        number of the prompt's tokens.
+        """Read and check a request; return a response: one that calls a replica when it is sent, or
+        one with the number of the prompt's tokens.
 
         RequestMiddleware (app.py) has set the request's id. Raises LorikeetError if the request is
         refused.
@@ -209,8 +209,8 @@ class GenerateEndpoint:
     async def _respond(
         self, request: Request, trace: RequestTrace, caller: Caller, hold: RateLimitHold
     ) -> Response:
-        """Read the request's body; return the response that will call a replica, or the number of
-        the prompt's tokens.
+        """Read the request's body; return a response: one that calls a replica when it is sent,
+        or one with the number of the prompt's tokens.
 
         caller: tenant and key of the request.
         hold: the request's place in the rate limits that admitted it.
@@ -290,8 +290,8 @@ class GenerateEndpoint:
 
 
 class RateLimitObserver(RequestObserver):
-    """Observer that reserves a call's tokens in the rate limits, and finally charges the tokens
-    used.
+    """Observer that reserves a call's tokens in the rate limits of its tenant and key, and at its
+    end charges the tokens used: counts these in the limits, instead of the reserved ones.
 
     Complete answer: the tokens of FinalUsage are charged. Failure, or end of the gateway, before
     the first bytes: no tokens are charged. Client disconnected or replica lost during the answer:

@@ -28,6 +28,9 @@ class LimitSync:
     budgets.
 
     After a failure the last shares and the last usage stay in force.
+
+    peers: means to ask the other gateways for their claims, and to answer them.
+    shares: this gateway's share of each rate limit.
     """
 
     def __init__(self, peers: Peers, shares: LimitShares, rate_limiter: RateLimiter) -> None:

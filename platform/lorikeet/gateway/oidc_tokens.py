@@ -154,9 +154,9 @@ class SigningKeys:
     async def find(self, name: str) -> dict[str, Any] | None:
         """Return the key with this id as a JSON Web Key; None if the issuer has none.
 
-        Keys older than _FRESH_S are read again, in the background if the key is known; for an
-        unknown id this function waits for the read. Raises Unavailable if the keys cannot be read,
-        and are older than _LONGEST_S or lack this key.
+        Keys older than _FRESH_S are read again in the background. This function waits for a read if
+        the id is unknown or the keys are older than _LONGEST_S. Raises Unavailable if the keys
+        cannot be read, and are older than _LONGEST_S or lack this key.
         """
         now = self._clock()
         known = self._keys.get(name)
@@ -197,7 +197,7 @@ async def read_signing_keys(url: str) -> dict[str, dict[str, Any]]:
     url: address of the set.
 
     Raises httpx.HTTPError; ValueError for a status other than 200, more than _MOST_BYTES, and a set
-    without such keys; and other exceptions for other content.
+    without such keys; and other exceptions for a body that is no such set.
     """
     body = bytearray()
     # in a thread: a client begins by reading all certificates that this machine trusts

@@ -46,7 +46,7 @@ async def check_parity(
     defaults: RequestDefaults | None = None,
 ) -> Parity:
     """Have a replica compare an adapter's log-probabilities with its trainer's (parity proof), and
-    compare the prompts that the chat template makes.
+    compare the prompts that the served chat template makes with the trainer's.
 
     A replica must be able to load the adapter; the adapter need not have a version yet.
 

@@ -79,8 +79,10 @@ class ReplicaResponse(Response):
     observers: observers of the call, entered in order and left in reverse. More can be appended
         before the call runs.
     first_item_timeout_s: longest wait for the replica's first item, in seconds.
-    before_end: awaited with the last bytes of an answer that has not failed. Raises nothing.
-    using: context in which the call runs.
+    before_end: gets the last bytes of an answer that has not failed, and returns the bytes to send
+        instead. Raises nothing.
+    using: context around the call, entered before the observers and left after them; the caller's
+        way to count the adapter as in use.
     """
 
     background = None

@@ -17,8 +17,8 @@ async def result_of(
 ) -> Result:
     """Return the result of a replica's test. Wait for it services.first_item_timeout_s at most.
 
-    work: what the replica does, in the past tense, for the error message.
-    test: call of the replica.
+    work: what the replica does, in the past tense, for the error message: "tried …".
+    test: call of the replica that runs the test.
 
     Raises Unavailable if no replica answers in time, Refused if the replica refuses the test, and
     the errors of `test`.

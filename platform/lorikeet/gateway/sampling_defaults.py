@@ -12,7 +12,7 @@ _FILE = "generation_config.json"
 
 
 class SamplingDefaults(BaseModel):
-    """Defaults of a request's fields, as keys of generation_config.json, which vLLM reads alike.
+    """Defaults of a request's fields, as keys of generation_config.json, read as vLLM reads them.
 
     `do_sample` is ignored, as by vLLM and SGLang: a request is greedy at temperature 0.
     """

@@ -94,8 +94,8 @@ class StoredResponses:
         return await self._read(read)
 
     def saver(self, body: ApiRequest, context: CallContext, call: Call) -> BeforeEnd | None:
-        """Return a function that gets the last bytes of a call's answer and stores the answer
-        before these bytes are sent.
+        """Return a function that gets the last bytes of a call's answer, stores the answer before
+        they are sent, and returns them; with `store: false` in them if storing fails.
 
         None: the answer is not to be stored.
         """

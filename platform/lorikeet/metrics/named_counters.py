@@ -71,7 +71,7 @@ class BusiestNameCounters(Collector):
     """Requests and tokens of the busiest names. One thread may count; any may collect.
 
     requests: counter of requests.
-    tokens: counter of tokens, whose second label is one of TOKENS.
+    tokens: counter of tokens; its second label is their kind: prompt, cached or output (TOKENS).
     most: maximum number of names with series of their own.
     others: more counters by the same names, to which the caller adds.
     """
@@ -85,7 +85,7 @@ class BusiestNameCounters(Collector):
     def count(self, name: str, tokens: Sequence[int] | None, *labels: str) -> str:
         """Count an ended request; return the label of its name: the name or OTHER.
 
-        tokens: number of tokens of each kind in TOKENS; None: unknown.
+        tokens: numbers of prompt, cached and output tokens (TOKENS); None: unknown.
         labels: values of the request counter's labels after the name.
         """
         name = self._names.count(name)

@@ -101,8 +101,8 @@ class Parity:
 def rounding(base: Gap, effect: float) -> float:
     """Return the largest mean of |Δ|, in nats, that rounding explains.
 
-    Three times that of the base model, and 1/32 of the adapter's effect: bfloat16 rounds A, B and
-    their products by up to 1/256 each.
+    The sum of three times that of the base model, 1/32 of the adapter's effect, and _LEAST.
+    bfloat16 rounds A, B and their products by up to 1/256 each.
 
     base: gap of the base model without the adapter.
     effect: mean of |log p(adapter) − log p(base)| of the trainer.

@@ -53,7 +53,8 @@ def peft_probes(model: Any, sequences: Sequence[Any], folder: Path | None = None
     model: a peft.PeftModel, unwrapped, whose active adapter is scored.
     sequences: prompt ids and completion ids of each sequence, and optionally the messages of which
         the prompt was made.
-    folder: folder from which the adapter was loaded; None: the model's adapter is packed.
+    folder: folder from which the adapter was loaded, to compute its digest; None: the adapter is
+        saved from the model for that.
 
     Raises InvalidInput for a sequence without prompt or completion, and AdapterRejected for an
     adapter that cannot be served.

@@ -17,6 +17,7 @@ class PlannedLoad:
 
     now: tier nearest to the GPU in which the replica has the adapter now.
     to: tier that the plan requires.
+    image_bytes: bytes of the adapter on a GPU.
     """
 
     replica: str
@@ -40,7 +41,8 @@ class PinDryRun:
     """Changes that a new pin (order to keep an adapter at a tier) would cause, by replica.
 
     unmet: versions of the new pin that would be on fewer replicas than wanted, with the reasons.
-    lost: versions of other pins that the new pin would leave on fewer replicas than wanted.
+    lost: versions of other pins that the plan keeps on enough replicas without the new pin, but
+        not with it.
     """
 
     loads: tuple[PlannedLoad, ...]

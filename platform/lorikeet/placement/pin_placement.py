@@ -74,7 +74,7 @@ def place_pins(pins: ResolvedPins, reports: Iterable[ReplicaReport]) -> Placemen
 
 
 def image_sizes(reports: Iterable[ReplicaReport]) -> dict[str, int]:
-    """Return the image bytes, by digest, of adapters that are on a GPU now."""
+    """Return the bytes that each adapter now on a GPU takes there, by digest."""
     adapters = (adapter for report in reports for adapter in report.adapters)
     return {each.digest: each.gpu_bytes for each in adapters if each.pieces}
 
@@ -119,8 +119,8 @@ class _Draft:
                 yield shortfall
 
     def _charge(self, version: PinnedVersion, pin: PinRecord) -> Shortfall | None:
-        """Charge the version to its tenant's limit on pinned bytes. Return a Shortfall, and charge
-        nothing, if it does not fit.
+        """Count a version's bytes in its tenant's limit on pinned bytes, once for each digest.
+        Return a Shortfall, and count nothing, if they do not fit.
         """
         tenant, image = version.ref.tenant, (version.ref.tenant, version.ref.digest)
         if tenant not in self._budgets or image in self._charged:

@@ -11,7 +11,9 @@ from lorikeet.catalog.state import CatalogState
 
 @dataclass(frozen=True, slots=True)
 class ResolvedPin:
-    """A pin and the versions that it selects now, in the order in which they are placed."""
+    """A pin, an order to keep an adapter at a tier, and the versions that it selects now, in the
+    order in which they are placed.
+    """
 
     pin: PinRecord
     versions: tuple[PinnedVersion, ...]
@@ -21,8 +23,8 @@ class ResolvedPin:
 class ResolvedPins:
     """All pins in force: orders to keep versions of adapters at a memory tier.
 
-    budgets: limit on the bytes of pinned images on one replica, by tenant; a tenant without a limit
-        is absent.
+    budgets: limit on the bytes of pinned adapters on one replica, by tenant; a tenant without a
+        limit is absent.
     until: time at which the next pin expires, Unix seconds. Until then, the same catalog state has
         the same pins in force.
     """

@@ -102,7 +102,8 @@ def sole_copies(
     """Return, by replica, the fraction of adapters in use that only this replica has on GPU or
     host.
 
-    Adapters count alike, however much they are used; those on no GPU or host do not count.
+    Adapters with at least POPULAR recent requests are in use, and count alike. Those on no GPU or
+    host do not count.
 
     demand: recent requests, a count that halves every 45 s, by digest.
     """
@@ -167,7 +168,9 @@ class _Draft:
                 refused = self._sizes[digest]
 
     def balance(self) -> None:
-        """Plan copies of the hottest adapters on underused replicas with free space."""
+        """Plan copies of the most used adapters on replicas that have free space and serve less
+        than their share of all uses.
+        """
         uses = dict.fromkeys(self._names, 0.0)
         for digest, holders in self._on_gpu.items():
             for name in holders:
@@ -331,9 +334,10 @@ class _TierBudget:
         self._scores[digest] = uses / math.sqrt(max(1, size))
 
     def victims(self, size: int, uses: float, loss: Callable[[str], float]) -> list[str] | None:
-        """Return the adapters to evict for `size` bytes; None if they are used too much.
+        """Return the adapters to evict until `size` bytes are free; None if they are used too much
+        or have too few bytes.
 
-        uses: limit on the recent requests for all evicted adapters together.
+        uses: limit on the recent requests that the evicted copies serve, all together.
         loss: returns the part of an adapter's recent requests that its copy here serves.
         """
         if self._order is None:

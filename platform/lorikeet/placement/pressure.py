@@ -13,10 +13,10 @@ _IN_USE = 1.0  # decayed uses from which an adapter belongs to the working set
 class ReplicaPressure:
     """Pressure on one replica at one moment.
 
-    working_bytes: bytes of the images of adapters in use on the replica, at any tier, and of pinned
-        adapters on its GPU.
-    arena_bytes: capacity for images on the GPU.
-    oldest_wait_s: longest wait of a request without a token.
+    working_bytes: bytes on the GPU that the adapters in use on the replica, at any tier, would
+        take together, with the pinned adapters on its GPU.
+    arena_bytes: capacity of the GPU's memory for adapters.
+    oldest_wait_s: longest time that a request without an output token has waited, in seconds.
     running_share: number of running and waiting sequences, as a fraction of the number that the
         replica may run at once; may exceed 1.
     kv_share: fraction of KV pages in use.

@@ -73,7 +73,7 @@ def scale(
     pressures: pressures of the replicas that reported recently.
     running: number of running replicas.
     target: number last requested, which is the decision if nothing is to change.
-    state: state in the previous decision.
+    state: state in the previous decision; ScalingState() for the first.
     now_s: seconds of the caller's clock.
     delays: seconds that pressure or calm must last before the number changes.
     """
@@ -140,6 +140,9 @@ def _volume(pressures: Collection[ReplicaPressure]) -> tuple[float, str]:
 
 
 def _queue(pressures: Collection[ReplicaPressure]) -> float:
-    """Return the ratio of the replicas' longest queue waits, averaged, to their bound."""
+    """Return the average of the replicas' longest waits for a first token, as a ratio to _WAIT_S.
+
+    Each wait counts as at most 4 * _WAIT_S.
+    """
     waits = [min(each.oldest_wait_s, 4 * _WAIT_S) for each in pressures]
     return sum(waits) / len(waits) / _WAIT_S

@@ -132,8 +132,9 @@ class ToolUse:
 class Work(NamedTuple):
     """Amount of work that a request makes for a replica.
 
-    prompt_tokens: number of tokens of all prompts.
-    rank, adapter_bytes: rank and size of the adapter; 0 for the base model.
+    prompt_tokens: number of tokens of all prompts, and of the answer so far that the replica is to
+        go on with.
+    rank, adapter_bytes: rank of the adapter and its bytes on a GPU; 0 for the base model.
     sequences: number of sequences that will decode; sequences of one prompt share the prompt's KV
         pages.
     """
@@ -164,9 +165,9 @@ class Call:
     created: Unix time, in seconds, that the answer shows.
     model: name of the model as the client wrote it; the answer repeats the name.
     adapter: None for the base model.
-    adapter_rank, adapter_bytes: rank and size of the adapter, sums over a composition; 0 for the
-        base model.
-    is_recorded: the adapter's version is in the catalog's log. Another adapter may still get the
+    adapter_rank, adapter_bytes: rank of the adapter and its bytes on a GPU, sums over a
+        composition; 0 for the base model.
+    is_recorded: the adapter's version is in the catalog's log. Another version may still get the
         number of an unrecorded version, so answers omit it.
     messages: messages of a chat, in any API; empty where there are `prompts`.
     prompts: prompts of completions, or to pool, as texts or token ids; empty for chats.
@@ -178,7 +179,7 @@ class Call:
     n: number of choices for each prompt.
     stream: the answer is server-sent events.
     include_usage: a stream ends with its usage.
-    continuous_usage: each event of a stream has its choice's usage until then.
+    continuous_usage: each event of a stream has the usage of its choice so far.
     format: required format of the answer.
     tools: tools that the model may call.
     echo: each choice's text begins with its prompt.
@@ -324,7 +325,8 @@ class AnswerHeader:
     status: the replica's status when it took the call; only in the first header.
     load_s: seconds that the adapter's load took, 0.0 if it was on the GPU; only in the second
         header.
-    ignored: the call's `ignored`, and keywords of its schemas that the grammar does not enforce.
+    ignored: what has no effect: variables unknown to the chat template, the call's `left_out`, and
+        keywords of its schemas that the grammar does not enforce.
     """
 
     replica: str
@@ -432,7 +434,7 @@ class Attempt:
 
     request_id: the attempt's id: the call's id, from the second attempt on with a number.
     replica: name of the replica that took or failed the call; None if no replica took it.
-    waited_s: seconds until a replica took the call.
+    waited_s: seconds until a replica took the call or, if none did, until the attempt failed.
     candidates: replicas that the router considered, the best first.
     failure: reason why the attempt ended without an answer; None if it has not.
     """

@@ -28,10 +28,9 @@ class ReplicaReport:
     fp8_kv: bool = False
 
     def pinnable_bytes(self, tier: Residency) -> int:
-        """Return the limit on the images of pinned adapters in a tier, in bytes of their parts on
-        one GPU.
+        """Return the limit on all pinned adapters of a tier, in bytes of their parts on one GPU.
 
-        On host and disk, an image takes these bytes once for each GPU that shares the base model.
+        On host and disk, an adapter takes these bytes once for each GPU of the replica.
         """
         there = self.status.tiers[tier].pinnable_bytes
         return there if tier is Residency.GPU else there // self.status.tensor_parallel

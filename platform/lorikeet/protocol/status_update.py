@@ -13,8 +13,8 @@ from lorikeet_engine.telemetry.status import LiveStats
 
 @dataclass(frozen=True)
 class StatusUpdate:
-    """Live stats of a replica, and adapters' moves between tiers since the last update on the same
-    feed.
+    """Live stats of a replica, and adapters' moves between tiers since the last update in the
+    same stream of updates to one gateway.
 
     seq: number that grows with each update of a replica to any gateway, so that late updates are
         recognised.

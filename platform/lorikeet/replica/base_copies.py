@@ -18,9 +18,9 @@ _PATIENCE_S = 300.0
 def changed_copies(folder: Path, copies: Sequence[BaseCopy]) -> list[str]:
     """Return the modules whose copied matrices differ from the base model's checkpoint.
 
-    Matrices are compared in the copies' dtype. Each matrix of the checkpoint is read once and its
-    SHA-256 is cached; a gigabyte takes about two seconds. Raises SubprocessError if the checkpoint
-    cannot be read.
+    Matrices are compared in the copies' dtype. The digests of the checkpoint's matrices that were
+    read last, 8 at most, are cached; to read a gigabyte takes about two seconds. Raises
+    SubprocessError if the checkpoint cannot be read.
 
     folder: folder of the base model.
     copies: the copies of the base model's matrices that an adapter contains.

@@ -77,9 +77,10 @@ class TemplateFields(Body):
     continue_final_message: bool = False
 
     def check_continuation(self, last: Message) -> None:
-        """Raise a validation error (body.misfit) if continue_final_message cannot be obeyed.
+        """Raise a validation error (body.misfit) if continue_final_message cannot be obeyed: if
+        add_generation_prompt is true, too, or the last message is not the assistant's text.
 
-        last: the last message, which must be a text of the assistant to be continued.
+        last: the last message.
         """
         if not self.continue_final_message:
             return
@@ -107,7 +108,9 @@ class TemplateFields(Body):
         return known | self.chat_template_kwargs
 
     def _template_defaults(self) -> dict[str, Any]:
-        """Return the chat template's switch for thinking, as the field reasoning_effort sets it."""
+        """Return the chat template's variable enable_thinking: false if reasoning_effort is "none",
+        else true; {} if the request has no reasoning_effort.
+        """
         effort = self.reasoning_effort
         return {} if effort is None else {"enable_thinking": effort != "none"}
 
@@ -116,7 +119,8 @@ ServiceTier = Literal["auto", "default", "flex", "scale", "priority", "fast", "u
 
 
 class IgnoredFields(Body):
-    """Fields that are accepted and have no effect.
+    """Fields that are accepted and have no effect, except that service_tier "flex" makes a request
+    run in the background.
 
     Fields about prompt caching have no effect because prefixes are always cached by content.
     """

@@ -33,9 +33,9 @@ class PoolRequest(TemplateFields, ApiRequest):
     for each prompt, and no generated text.
 
     input: prompts, as texts or token ids. Each is pooled.
-    messages: a chat to pool, as the chat template writes it. Without add_generation_prompt it ends
-        before an answer's beginning.
-    user: name of the request's session.
+    messages: a chat to pool, as the chat template writes it. Unless add_generation_prompt is true,
+        the prompt ends with the last message, without the beginning of an answer.
+    user: name of the request's session; chooses between two versions that share an alias.
     """
 
     no_ops: ClassVar[NoOps] = POOL_NO_OPS
@@ -128,7 +128,8 @@ class EmbeddingsRequest(PoolRequest):
     """Request of POST /v1/embeddings.
 
     input: texts or token ids, each of which is embedded.
-    dimensions: number of first values to which vectors are cut (Matryoshka); these are normalised.
+    dimensions: number of first values to which vectors are cut (Matryoshka), before they are
+        normalised.
     encoding_format: base64 of little-endian float32, or numbers.
     use_activation: False: vectors are not normalised.
     """

@@ -263,7 +263,8 @@ class InputTokensRequest(ResponsesRequest):
     """
 
     def to_call(self, context: CallContext) -> Call:
-        """Return the request as a Call without its adapter, whose weights no count depends on.
+        """Return the request as a Call that only counts tokens, without the adapter: its weights
+        do not change the count.
 
         context: facts that are not in the body, such as caller and model.
 

@@ -148,7 +148,9 @@ class _Pace:
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Count the processor time spent within the context; sleep at its end if that is enough."""
+        """Add up the processor time spent within the contexts; sleep at the end of one once more
+        than _WORK_S seconds were spent since the last sleep.
+        """
         began_s = time.thread_time()
         yield
         self._took_s += time.thread_time() - began_s

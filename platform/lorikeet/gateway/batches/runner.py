@@ -109,7 +109,7 @@ class BatchRunner:
             await asyncio.gather(*running, return_exceptions=True)
 
     async def answer(self, batch: BatchRecord, line: Line) -> Answered:
-        """Return the answer to a line, once fewer than `at_once` other lines are answered."""
+        """Answer a line, once fewer than `at_once` other lines are being answered."""
         async with self._answering:
             return await answer_line(self._app, batch, line.body)
 
@@ -178,8 +178,8 @@ class BatchRunner:
 class _Run:
     """Run of one batch.
 
-    number: number of the run, also in the name of its lease, the object in the store that shows
-        that a gateway runs the batch.
+    number: number of the run, from 1 for each batch, also in the name of its lease, the object in
+        the store that shows that a gateway runs the batch.
     folder: empty folder for the input and the output.
     """
 
@@ -271,7 +271,9 @@ class _Run:
         await self._give_room(len(line.body))
 
     async def _answered(self, line: Line) -> Answered:
-        """Return the answer to a line, sent again while the service fails."""
+        """Return the answer to a line, which is sent again while the service is at fault: for codes
+        in _RETRIED until the batch ends, else for 5xx up to _ATTEMPTS times in all.
+        """
         wait_s, failures = _FIRST_WAIT_S, 0
         while True:
             answered = await self._runner.answer(self._batch, line)

@@ -55,7 +55,8 @@ class Push:
     """Push of one version, in the pipeline of the gateway that received it.
 
     version: the pushed version; replaced when the same blob is pushed again.
-    folder: folder of the blob, removed when the push ends.
+    folder: folder of the blob; removed after the push has ended and, if the store lacks the
+        version, requests no longer use it.
     ready: set when all replicas have the adapter and all gateways know the version.
     ended: set when the push has left the pipeline.
     ends_s: end of the version's lifetime, in seconds of time.monotonic(); None: no end.
@@ -202,8 +203,8 @@ class PushPipeline:
         return served and await self._services.engines.holds(base_model, key[2])
 
     async def end(self, tenant: str, name: str) -> bool:
-        """End the lifetimes of all versions of an adapter, whichever gateway received them; return
-        whether there were any.
+        """End at once all versions of an adapter that have a lifetime, whichever gateway received
+        them; return whether there were any.
 
         Requests that were accepted before are answered. Raises Unavailable if a gateway did not
         reply: it may know the versions for FORGOTTEN_S more seconds.
@@ -240,8 +241,8 @@ class PushPipeline:
         return key[2] in self._services.uses or self.pushed.get(key) is not None
 
     async def _end(self, tenant: str, name: str) -> bool:
-        """End the lifetimes of an adapter's versions on this gateway; return whether it knew
-        any.
+        """End at once, on this gateway, an adapter's versions that have a lifetime; return whether
+        it knew any.
         """
         pushes = [
             push

@@ -32,6 +32,7 @@ Key = tuple[str, str, str]
 class PushedVersion:
     """Version that was pushed with a publish key.
 
+    facts: facts about the blob, such as its digest, from the check of the blob.
     alias: alias to move to this version, besides the aliases that an adapter's first version gets.
     created: Unix seconds.
     expires: end of the version's lifetime, Unix seconds; None: it will be recorded in the log. Only
@@ -152,7 +153,7 @@ class PushedVersions:
         self._seen.pop(version.tenant, None)
 
     def carry(self, key: Key) -> None:
-        """Keep a version that this gateway is pushing, even if no gateway announces it again."""
+        """Keep a version that this gateway is pushing, announced again or not, until `let_go`."""
         self._carried.add(key)
 
     def let_go(self, key: Key) -> None:

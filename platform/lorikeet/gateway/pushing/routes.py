@@ -441,7 +441,8 @@ class PushEndpoints:
         log-probabilities with the trainer's (parity proof).
 
         Raises InvalidInput for malformed probes, Unavailable if not all replicas take the adapter
-        in time, InvalidAdapter if the proof is refused. Replicas may then evict the adapter.
+        in time, InvalidAdapter if the proof is refused. After an error replicas may evict the
+        adapter.
         """
         ValueBudget(MAX_VALUES).spend(push_request.probes)
         probes = await self._registration.run(parse_probes, push_request.probes)
@@ -484,8 +485,9 @@ class PushEndpoints:
     async def wait(self, request: Request, push: Push, query: PushQuery) -> None:
         """Wait until a push has the state that its client asks for, or until its timeout.
 
-        Returns at once if _MOST_WAITING requests of the tenant wait already. Raises the error that
-        ended the push, and ClientDisconnect if the client disconnects meanwhile.
+        Returns at once if the client asks for no state, or if _MOST_WAITING requests of the tenant
+        wait already. Raises the error that ended the push, and ClientDisconnect if the client
+        disconnects meanwhile.
         """
         tenant = push.version.tenant
         if query.wait == "none" or self._waiting[tenant] >= _MOST_WAITING:

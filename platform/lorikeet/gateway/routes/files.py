@@ -55,7 +55,7 @@ class StoredFiles:
     async def call(self, ask: Callable[[FileStore], T]) -> T:
         """Return the result of `ask`, called with the store on a thread.
 
-        Raises NotFound if files are off; what `ask` raises.
+        Raises NotFound if files are off, and what `ask` raises.
         """
         store = self._store
         if store is None:
@@ -218,7 +218,10 @@ def _upload(form: FormData) -> UploadFile:
 
 
 def _lifetime_s(form: FormData) -> int:
-    """Return the file's lifetime in seconds. Raises InvalidInput for another than the API has."""
+    """Return the file's lifetime in seconds, from the form's expires_after; LIFETIME_S without it.
+
+    Raises InvalidInput unless it has SHORTEST_S to LIFETIME_S seconds from the file's creation.
+    """
     anchor, seconds = form.get("expires_after[anchor]"), form.get("expires_after[seconds]")
     if anchor is None and seconds is None:
         return LIFETIME_S

@@ -40,7 +40,7 @@ def limit_routes(
 
 
 def _of_adapters(tenant: TenantRecord, quota: QuotaUsage) -> list[LimitUse]:
-    """Return the use of the limits on a tenant's adapters."""
+    """Return a tenant's limits on its adapters, with the use of those on their number and bytes."""
     limits = (
         ("max_adapters", tenant.max_adapters, quota.adapters),
         ("max_total_bytes", tenant.max_total_bytes, quota.total_bytes),

@@ -19,7 +19,9 @@ _QUESTION = "metrics"
 def add_gauges(
     services: Services, request_log: RequestLog, catalog_view: GatewayCatalogView
 ) -> None:
-    """Add all base models to the gateway's metrics, and gauges that are read at each scrape."""
+    """Add to the gateway's metrics all base models, and gauges of the requests in flight, the
+    request log's memory, and the catalog view's last entry and age.
+    """
     metrics = services.metrics
     metrics.add_base_models(services.base_models)
     metrics.add_gauge(
@@ -47,6 +49,7 @@ def add_gauges(
 class Scrape:
     """Metrics page of all processes of the service, collected by one gateway.
 
+    Also answers when another gateway asks for this gateway's own part of its page.
     Processes that do not answer in time are left out. For use in one event loop.
     """
 

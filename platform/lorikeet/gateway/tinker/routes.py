@@ -198,7 +198,9 @@ class _Endpoints:
             }
 
     async def capabilities(self, request: Request) -> dict[str, Any]:
-        """Return the base models that the key may use: all, or none for a key for some adapters."""
+        """Return the base models that the key may use: all, or none if the key is limited to some
+        adapters.
+        """
         async with self._reads.admitted(request) as caller:
             base_models = () if caller.key.adapters else self._services.base_models
             models = [

@@ -47,6 +47,7 @@ class SampleFutures:
     def __init__(self, peers: Peers, gateways: int) -> None:
         """Register the answers to other gateways' questions about samples.
 
+        peers: means to ask the other gateways, and to answer them.
         gateways: number of gateways of the service.
         """
         self._peers, self._alone = peers, gateways == 1

@@ -39,9 +39,9 @@ def answer_grammar(
 def _without_thinking(
     call: Call, syntax: ToolSyntax | None, vocabulary: Vocabulary, excluded: Collection[str]
 ) -> str | None:
-    """Return the grammar of an answer as it is behind thinking.
+    """Return the grammar of the part of an answer that follows the thinking.
 
-    excluded: tags of thinking; empty if the model does not think.
+    excluded: tags of thinking, which a text must not contain; empty if the model does not think.
     """
     if (use := call.tools) is not None:
         assert syntax is not None

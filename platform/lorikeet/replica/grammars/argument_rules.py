@@ -35,7 +35,9 @@ class _Rules(Protocol):
         ...
 
     def satisfiable(self) -> Self | None:
-        """Return equal constraints without what they forbid; None if no value can meet them."""
+        """Return constraints that allow the same values, without parts that no value can meet; None
+        if they allow no value.
+        """
         ...
 
 
@@ -91,8 +93,8 @@ class ArgumentRules:
         )
 
     def satisfiable(self) -> "ArgumentRules | None":
-        """Return the constraints without the properties that they forbid; None if no arguments can
-        meet them.
+        """Return the constraints without the properties whose schema is False; None if no arguments
+        can meet them.
 
         If a property is forbidden, so are all arguments that `properties` does not name. A required
         argument without a schema may have any value.

@@ -101,8 +101,8 @@ class _Items:
         )
 
     def satisfiable(self) -> "_Items | None":
-        """Return equal constraints whose upper bound counts no forbidden items; None if no array
-        can meet them.
+        """Return constraints that allow the same arrays, with `most` lowered so that no item has
+        the schema False; None if they allow no array.
         """
         most = self.most
         if False in self.first:
