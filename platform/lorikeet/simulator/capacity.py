@@ -62,7 +62,7 @@ def plan_capacity(
 
 
 def _work(needs: CapacityNeeds, sample: Requests) -> float:
-    """Return the number of replicas, with a fraction, that the requests keep busy.
+    """Return the number of replicas, not rounded, that the demand's requests keep busy.
 
     The estimate assumes full batches and no adapters.
 
@@ -178,6 +178,9 @@ def _check_feasible(needs: CapacityNeeds, sample: Requests, runs: int) -> None:
 
     Such goals are those that even a single request on an idle GPU misses. Also refused are adapters
     larger than a GPU's memory for adapters, and too few requests to simulate.
+
+    sample: requests whose prompts are checked against the goal for all requests.
+    runs: number of simulations, each with another seed.
     """
     demand, goals, steps = needs.demand, needs.goals, needs.costs.steps
     largest = int(demand.sizes.max())
