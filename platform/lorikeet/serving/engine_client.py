@@ -527,7 +527,7 @@ class _AnswerLost(Unavailable):
 
 
 def _seeded(encoded: EncodedCall) -> EncodedCall:
-    """Return a call with a seed if its tokens are drawn, so that every replica draws the same."""
+    """Return a call with a seed if its tokens are sampled, so that each replica draws the same."""
     sampling = encoded.call.sampling
     if sampling.seed is not None or sampling.temperature == 0.0:
         return encoded
