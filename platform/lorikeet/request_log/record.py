@@ -173,7 +173,7 @@ class RequestRecord:
 
 
 def engine_s(timings: EngineTimings) -> float:
-    """Return the seconds that a choice spent in the engine."""
+    """Return the seconds that a choice spent in the engine: queued, in prefill and in decode."""
     return timings.queued_s + timings.prefill_s + timings.decode_s
 
 

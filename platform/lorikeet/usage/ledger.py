@@ -16,8 +16,8 @@ K = TypeVar("K")
 class UsageAccount(NamedTuple):
     """Account of usage: a tenant and the model that it used.
 
-    adapter: tenant/name; names joined by + for a composition, whose slots and loads are counted for
-        each adapter; None for the base model alone.
+    adapter: tenant/name, joined by + for a composition (several adapters applied together). Slot
+        time and loads are in the accounts of its single adapters. None for the base model alone.
     """
 
     tenant: str
