@@ -252,6 +252,7 @@ def with_grammar(prepared: PreparedCall, call: Call, encoder: PromptEncoder) -> 
 def max_answer_tokens(call: EncodedCall, engine_context: int) -> int:
     """Return the limit on each choice's tokens: context limit less longest prompt, at least 1.
 
+    The context limit is the engine's or the call's (of its tenant or key), whichever is smaller.
     The engine refuses a request that exceeds its own context.
 
     engine_context: the engine's longest sequence, tokens.

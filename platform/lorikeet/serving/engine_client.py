@@ -88,7 +88,9 @@ _CANCEL_S = 1.0
 
 
 class ServeEngineClient:
-    """EngineClient of a gateway (gateway/services.py), with one Ray Serve handle per base model.
+    """Client through which a gateway calls all base models' replicas, by Ray Serve handles.
+
+    Implements EngineClient (gateway/services.py).
 
     Must be constructed on the event loop.
 

@@ -100,6 +100,7 @@ class _Search:
         """Return two numbers of replicas, with one seed: one that is too small, and one that is
         enough.
 
+        work: number of replicas that the requests keep busy, from which the search starts.
         most: limit on the replicas to try.
 
         Raises Unreachable if `most` replicas are not enough.
@@ -140,7 +141,10 @@ class _Search:
         return self.forecasts[key]
 
     def _drop_pins(self, answer: Capacity) -> Capacity:
-        """Remove the pins, or reduce them to one copy each, if the goals are still met."""
+        """Return the answer without pins, or with one copy of each, if the goals are still met.
+
+        An answer that keeps pins gets the forecast without them as `unpinned`.
+        """
         needed = answer.needed
         if not needed.pins:
             return answer

@@ -108,7 +108,7 @@ class _Peer:
 
 
 class LimitShares:
-    """One gateway's shares of all subjects' limits. Single event loop.
+    """One gateway's shares of the limits of all tenants and keys. Single event loop.
 
     A round is `claim`, sending the claims to every other gateway, then `agree` with the answers.
     Rounds of one gateway do not overlap. Every `now` is in seconds.

@@ -62,8 +62,8 @@ class ServerBusy(Exception):
 class TemplateProcesses:
     """Processes that render templates, one for each tenant. Thread-safe.
 
-    At most one thread at a time may render for a tenant. The server starts with the first
-    rendering.
+    At most one thread at a time may render for a tenant. A server process, which forks them, starts
+    with the first rendering.
     """
 
     def __init__(self) -> None:
