@@ -198,7 +198,7 @@ class PrefixIndex:
     def add(self, chain: PrefixHashes, replica: str) -> None:
         """Record that a replica computes a prompt.
 
-        chain: `prefix_hashes` of the prompt.
+        chain: hashes of the prompt's blocks, from `prefix_hashes`.
         """
         for block in chain:
             self._replica_of.pop(block, None)
@@ -211,7 +211,7 @@ class PrefixIndex:
 
         Replicas that have computed none are left out.
 
-        chain: `prefix_hashes` of the prompt.
+        chain: hashes of the prompt's blocks, from `prefix_hashes`.
         """
         found = takewhile(lambda name: name is not None, map(self._replica_of.get, chain))
         # The replica of a block has all blocks before it too, even if they name a later replica.

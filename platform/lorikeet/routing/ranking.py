@@ -59,7 +59,7 @@ def capacity_per_s(
     costs: coefficients of the replica.
     prompt_tokens: mean length of a prompt.
     answer_tokens: mean length of an answer.
-    ranks: Σ rank over a step's distinct adapters; 0 without adapters.
+    ranks: sum of the ranks of a step's distinct adapters; 0 without adapters.
     """
     steps = costs.steps
     prompt_s = steps.prompts_s(prompt_tokens, prompt_tokens**2 / 2)
@@ -74,7 +74,7 @@ class RoutingRequest(NamedTuple):
 
     work: numbers of prompt tokens and sequences, and the adapter's rank and size.
     adapter: None for the base model.
-    prefix_hashes: result of the function `prefix_hashes` for the prompt; empty if unknown.
+    prefix_hashes: hashes of the prompt's blocks, from `prefix_hashes`; empty if unknown.
     tenant: None if the request has none.
     """
 

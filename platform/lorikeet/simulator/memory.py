@@ -77,7 +77,7 @@ class Arena:
         self._uses.add(name, now_s)
 
     def release(self, adapter: int) -> None:
-        """End a request's lease of an adapter."""
+        """End a request's lease of an adapter, which kept it from eviction."""
         resident = self.residents[adapter]
         resident.leases -= 1
         if not resident.leases:
