@@ -59,7 +59,7 @@ class _Candidate(NamedTuple):
     """Tried hypothesis of why the replica's log-probabilities differ from the trainer's.
 
     reason: the hypothesis in words, with a remedy.
-    scores: the replica's log-probabilities of the sample's tokens under the hypothesis.
+    scores: the replica's log-probabilities of the sample (the first probes) under the hypothesis.
     """
 
     cause: GapCause
@@ -149,7 +149,8 @@ class _Proof:
     ) -> tuple[GapCause, str]:
         """Return the cause of a gap that rounding does not explain, and the cause in words.
 
-        served: the replica's log-probabilities of the sample with the served adapter.
+        served: the replica's log-probabilities of the sample (the first probes) with the served
+            adapter.
         gap: their difference from the trainer's.
         base: the same difference of the base model alone; None if the trainer gave too few values.
         noise: mean of |Δ| (the absolute difference, nats) that rounding explains.
@@ -229,7 +230,8 @@ class _Proof:
             file.unlink(missing_ok=True)
 
     async def _tried(self, blob: Path, served: np.ndarray) -> AsyncIterator[_Candidate]:
-        """Score the sample with variants of a blob; yield those that the engine can load.
+        """Score the sample (the first probes) with changed copies of a blob; yield a candidate for
+        each copy that the engine can load.
 
         served: the replica's log-probabilities of the sample with the served adapter.
         """
@@ -251,7 +253,8 @@ class _Proof:
         The best of a few factors is refined by the change of the log-probabilities that it causes:
         to first order, they change in proportion to the scaling.
 
-        served: the replica's log-probabilities of the sample with the served adapter.
+        served: the replica's log-probabilities of the sample (the first probes) with the served
+            adapter.
         due_s: time.monotonic() after which the search ends.
         """
         assert self._base is not None
@@ -281,7 +284,9 @@ class _Proof:
         return None if scores is None else _Candidate(kind, _reason(variant), scores)
 
     async def _scores_of(self, blob: Path, variant: Variant) -> np.ndarray | None:
-        """Score the sample with a variant; None if the variant is no adapter for this model."""
+        """Return the log-probabilities of the sample (the first probes) with a changed copy of a
+        blob; None if the copy is no adapter for this model.
+        """
         async with _written(blob, variant) as digest:
             try:
                 return await self._scores(self._sample, replace(self._test.adapter, digest=digest))
@@ -330,7 +335,7 @@ _SAME_FILE = (
 
 
 def _sample(probes: Sequence[Probe]) -> Sequence[Probe]:
-    """Return the first probes, of _SAMPLE_TOKENS tokens together, and one at least."""
+    """Return the first probes, of at most _SAMPLE_TOKENS tokens together, but one at least."""
     tokens = np.cumsum([len(probe.token_ids) for probe in probes])
     return probes[: max(1, int(np.searchsorted(tokens, _SAMPLE_TOKENS, side="right")))]
 
@@ -341,7 +346,7 @@ def _reason(variant: Variant) -> str:
 
 @asynccontextmanager
 async def _written(blob: Path, variant: Variant) -> AsyncIterator[str]:
-    """Write a variant of a blob into its folder for the time of the context; yield its digest.
+    """Write a changed copy of a blob beside it for the time of the context; yield its digest.
 
     If the folder already has a file with that digest, such as another version of the adapter, that
     file is used and stays.

@@ -262,7 +262,7 @@ class Replica:
             self._engine.prefetch(ref, uses=requests)
 
     async def record_routing_stats(self) -> dict[str, Any]:
-        """Return a status update for gateways.
+        """Return a status update for gateways; the last one again while the engine is silent.
 
         Serve calls this method each second, and delivers the update even to gateways without a
         status stream.
@@ -282,7 +282,9 @@ class Replica:
         )
 
     def check_health(self) -> None:
-        """Raise RuntimeError if the engine's process ended or hangs, or its last steps failed."""
+        """Raise RuntimeError if the engine's process ended or hangs, or if its last
+        _MOST_FAILED_STEPS steps failed.
+        """
         if not self._engine.alive:
             raise RuntimeError("the engine's process ended")
         if self._engine.silent_s > _DEAD_S:

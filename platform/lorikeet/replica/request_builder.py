@@ -52,9 +52,9 @@ Preparing so short prompts takes less time than waiting for a thread.
 class PreparedCall:
     """Engine request of a call, and the context that decodes its answer.
 
-    thinking: state of the model's thinking at the end of the prompt.
-    tried_grammar: grammar that the sandbox tries: the request's grammar without thinking, which is
-        free text. None if the answer is unconstrained.
+    thinking: whether the model, at the end of the prompt, never thinks, may begin to or has begun.
+    tried_grammar: grammar that the sandbox tries: the request's grammar without its rules for
+        thinking, which may be any text. None if the answer is unconstrained.
     echoes: the prompts in the forms in which the answer repeats them.
     ignored: names of fields and of schemas' keywords that have no effect on the answer.
     checked: schemas that the finished answer is checked against, because the grammar enforces only
@@ -118,7 +118,7 @@ class RequestBuilder:
         replica is closing.
 
         schemas: schemas of the call that its grammar does not fully enforce.
-        said: the choices.
+        said: text and tool calls of each choice.
         """
         checks = list[SchemaCheck]()
         failure: str | None = None
@@ -252,6 +252,7 @@ def with_grammar(prepared: PreparedCall, call: Call, encoder: PromptEncoder) -> 
 def max_answer_tokens(call: EncodedCall, engine_context: int) -> int:
     """Return the limit on each choice's tokens: context limit less longest prompt, at least 1.
 
+    The context limit is the engine's or the call's (of its tenant or key), whichever is smaller.
     The engine refuses a request that exceeds its own context.
 
     engine_context: the engine's longest sequence, tokens.

@@ -33,7 +33,9 @@ class SlotMetering:
         self._writer.close(_LAST_FLUSH_S)
 
     def _collect(self) -> None:
-        """Add to the ledger the slot time and loads that the engine's process has counted."""
+        """Add to the ledger the slot time and loads that the engine's process has counted since the
+        last call.
+        """
         asked = self._engine.take_use()
         asked.add_done_callback(self._add)  # even if late: the engine reports each use once
         with suppress(EngineError, TimeoutError):

@@ -32,12 +32,15 @@ class _Subscriber:
 
 
 class StatusFeed:
-    """Feed of the engine's status to any number of subscribers. For one event loop."""
+    """Feed of the engine's status (load, costs, adapters' tiers) to any number of subscribers.
+
+    For one event loop.
+    """
 
     def __init__(self, status: EngineStatus, max_context: int | None = None) -> None:
         """Begin with a first status of the engine.
 
-        status: the first status. Its `moved` is ignored: `post` brings adapters' tiers.
+        status: the first status. Its `moved` (adapters' new tiers) is ignored; `post` brings tiers.
         max_context: maximum number of tokens of prompt plus output that the engine takes.
         """
         self._status, self._max_context = status, max_context

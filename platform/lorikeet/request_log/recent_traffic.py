@@ -48,7 +48,8 @@ class WaitingRequest(NamedTuple):
 class GatewayTraffic(NamedTuple):
     """Traffic of one gateway.
 
-    seconds: for each recent Unix second, the number of events of each kind in it.
+    seconds: for each recent Unix second, the counts of its events (requests received, refused and
+        failed, adapter lookups and GPU hits) and of times to first token, by bucket.
     waiting: requests that wait for their first token now.
     """
 
@@ -57,9 +58,12 @@ class GatewayTraffic(NamedTuple):
 
 
 class RecentTraffic:
-    """Recent traffic of one gateway, and of all gateways, which it asks through `peers`.
+    """Counts of one gateway's events in each of the last SPAN_S + WINDOW_S seconds.
 
     For one event loop.
+
+    peers: asks the other gateways for their counts, and answers theirs.
+    request_log: has this gateway's running requests.
     """
 
     def __init__(self, peers: Peers, request_log: RequestLog) -> None:
@@ -120,9 +124,9 @@ def lines_of(gateways: Sequence[GatewayTraffic], now: float) -> Lines:
 
     Each point covers the WINDOW_S seconds up to it.
 
-    requests, refused, failed: number of requests per second.
-    hit_rate: share of requests with an adapter that found it on the GPU.
-    ttft_p50_ms, ttft_p99_ms: time to first token.
+    requests, refused, failed: mean number of requests per second.
+    hit_rate: of the accepted requests with an adapter, the share that found it on the GPU.
+    ttft_p50_ms, ttft_p99_ms: median and 99th percentile of the time to first token.
     """
     seconds: defaultdict[int, Second] = defaultdict(Counter)
     for one in gateways:
@@ -149,6 +153,7 @@ def lines_of(gateways: Sequence[GatewayTraffic], now: float) -> Lines:
 def _quantile_s(second: Second, share: float) -> float | None:
     """Return a quantile of the times to first token, seconds; None if there are none.
 
+    second: counts of the events of one or several seconds.
     share: fraction of the times at or below the quantile.
     """
     buckets = sorted((at, times) for at, times in second.items() if isinstance(at, int) and times)

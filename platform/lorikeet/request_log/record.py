@@ -160,7 +160,9 @@ class RequestRecord:
 
     @property
     def first_token_s(self) -> float | None:
-        """Time to first token: measured for a stream, else estimated from timings."""
+        """Seconds from arrival to the first token: measured for a stream, else estimated from the
+        slowest choice's timings; None if unknown.
+        """
         slowest = self.slowest
         if self.stream or slowest is None:
             return self.first_byte_s if self.stream else None
@@ -173,7 +175,7 @@ class RequestRecord:
 
 
 def engine_s(timings: EngineTimings) -> float:
-    """Return the seconds that a choice spent in the engine."""
+    """Return the seconds that a choice spent in the engine: queued, in prefill and in decode."""
     return timings.queued_s + timings.prefill_s + timings.decode_s
 
 

@@ -59,7 +59,7 @@ class Fleet:
 
     clock: returns seconds.
     rng: source of the random candidates.
-    costs: coefficients for replicas without measurements.
+    costs: cost coefficients for replicas that have reported no measurements.
     """
 
     def __init__(

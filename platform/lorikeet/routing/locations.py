@@ -162,7 +162,8 @@ class AdapterLocations:
 def prefix_hashes(
     prompt: TokenIds, tenant: str = "", adapter: Adapter | None = None
 ) -> PrefixHashes:
-    """Return the chained block hashes of a prompt, valid only in this process.
+    """Return a prompt's prefix hashes, valid only in this process: one for each of its first
+    MAX_HASHED_BLOCKS whole blocks of BLOCK_TOKENS tokens, which covers the blocks before it too.
 
     Blocks before the first token that the adapter changes have the hashes that they have for the
     base model.
@@ -184,9 +185,10 @@ def prefix_hashes(
 
 
 class PrefixIndex:
-    """Index that gives, for each block of a prompt, the replica that computed it last.
+    """Index that gives, for each block of BLOCK_TOKENS prompt tokens, the replica that computed it
+    last.
 
-    max_blocks: maximum number of blocks to keep; the least recently used block is dropped first.
+    max_blocks: maximum number of blocks to keep; the least recently computed is dropped first.
     """
 
     def __init__(self, max_blocks: int = _MAX_BLOCKS_KEPT) -> None:
@@ -196,7 +198,7 @@ class PrefixIndex:
     def add(self, chain: PrefixHashes, replica: str) -> None:
         """Record that a replica computes a prompt.
 
-        chain: `prefix_hashes` of the prompt.
+        chain: hashes of the prompt's blocks, from `prefix_hashes`.
         """
         for block in chain:
             self._replica_of.pop(block, None)
@@ -209,7 +211,7 @@ class PrefixIndex:
 
         Replicas that have computed none are left out.
 
-        chain: `prefix_hashes` of the prompt.
+        chain: hashes of the prompt's blocks, from `prefix_hashes`.
         """
         found = takewhile(lambda name: name is not None, map(self._replica_of.get, chain))
         # The replica of a block has all blocks before it too, even if they name a later replica.

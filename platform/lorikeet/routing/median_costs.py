@@ -26,8 +26,8 @@ def median_costs(
     If each replica had its own costs, the one that seems fastest by a hair would get every adapter
     that no replica holds.
 
-    `copy_s` scales with the time of a step, since waits on a slower engine are longer in the same
-    proportion.
+    `copy_s`, the seconds worth waiting to avoid another copy of an adapter, scales with the time of
+    a step, since waits on a slower engine are longer in the same proportion.
 
     measured: costs that each replica has measured.
     usual: coefficients whose values are used for all fields that are not measured.

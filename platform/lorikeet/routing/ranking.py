@@ -59,7 +59,7 @@ def capacity_per_s(
     costs: coefficients of the replica.
     prompt_tokens: mean length of a prompt.
     answer_tokens: mean length of an answer.
-    ranks: Σ rank over a step's distinct adapters; 0 without adapters.
+    ranks: sum of the ranks of a step's distinct adapters; 0 without adapters.
     """
     steps = costs.steps
     prompt_s = steps.prompts_s(prompt_tokens, prompt_tokens**2 / 2)
@@ -74,7 +74,7 @@ class RoutingRequest(NamedTuple):
 
     work: numbers of prompt tokens and sequences, and the adapter's rank and size.
     adapter: None for the base model.
-    prefix_hashes: result of the function `prefix_hashes` for the prompt; empty if unknown.
+    prefix_hashes: hashes of the prompt's blocks, from `prefix_hashes`; empty if unknown.
     tenant: None if the request has none.
     """
 
@@ -93,12 +93,12 @@ class RoutingRequest(NamedTuple):
 class RoutingStatus:
     """Load of a replica at one moment.
 
-    running: decoding sequences.
+    running: number of decoding sequences.
     ranks: sum of the LoRA ranks of the distinct adapters of decoding sequences.
     context: sum over decoding sequences of the tokens that one decode attends to, averaged over the
         model's layers.
-    waiting: requests without a first token.
-    waiting_tokens: prompt tokens of waiting requests.
+    waiting: number of requests without a first token.
+    waiting_tokens: number of these requests' prompt tokens.
     waiting_seen: number of pairs of a token of a waiting prompt and a token that it attends to.
     loading_bytes: bytes of the adapters being loaded to the GPU.
     room_bytes: bytes of the GPU's arena (its memory for adapters) that are free or can be evicted
@@ -134,7 +134,8 @@ class ReplicaOption(NamedTuple, Generic[R]):
     costs: coefficients of the replica.
     tier: nearest tier at which the replica has the request's adapter.
     running: whether a sequence with the adapter decodes on the replica.
-    evicted_uses: recent uses of adapters that loading would evict; see `evicted_uses`.
+    evicted_uses: estimated number of recent uses of the adapters that loading would evict; older
+        uses count less.
     cached_tokens: prompt tokens that the replica has computed before.
     loading: whether the adapter is already being loaded to the GPU; `status` counts its bytes.
     queue_share: share of the waiting work that is served before the request, since the engine
@@ -254,13 +255,13 @@ def expected_cost(work: Work, option: ReplicaOption[R]) -> Cost:
 
 
 def evicted_uses(new_bytes: int, free_bytes: int, victim_bytes: int, victim_uses: float) -> float:
-    """Estimate the recent uses of the adapters that would be evicted for a new adapter from an
-    arena, a GPU's memory for adapters.
+    """Estimate the number of recent uses of the adapters that would be evicted for a new adapter
+    from an arena, a GPU's memory for adapters.
 
     new_bytes: size of the new adapter.
     free_bytes: free bytes of the arena.
     victim_bytes: size of the adapter that would be evicted first.
-    victim_uses: recent uses of that adapter.
+    victim_uses: number of that adapter's recent uses; older uses count less.
     """
     missing = new_bytes - free_bytes
     return victim_uses * max(1.0, missing / victim_bytes) if missing > 0 else 0.0

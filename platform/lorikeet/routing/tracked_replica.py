@@ -258,7 +258,12 @@ class TrackedReplica:
 
 @dataclass(slots=True)
 class _Totals:
-    """Totals over a set of requests without a first token."""
+    """Totals over a set of requests without a first token.
+
+    tokens: prompt tokens that are not cached at the replica.
+    seen: number of pairs of such a token and a token that it attends to.
+    bytes: size of the adapters whose loads to the GPU these requests cause.
+    """
 
     sequences: int = 0
     tokens: int = 0

@@ -25,8 +25,8 @@ def autoscaling(min_replicas: int, max_replicas: int, **delays: float) -> Autosc
     """Return Serve's autoscaling configuration with PressureScalingPolicy.
 
     min_replicas, max_replicas: limits on the number of replicas.
-    delays: seconds before scaling up or down: upscale_s, downscale_s and sole_copies_s, the fields
-        of ScalingDelays.
+    delays: fields of ScalingDelays, in seconds: upscale_s and downscale_s before scaling up or
+        down, and sole_copies_s, the longest further wait for second copies of adapters in use.
     """
     return AutoscalingConfig(
         min_replicas=min_replicas,
@@ -47,7 +47,7 @@ class PressureScalingPolicy:
 
     It gives the pressure on the replicas to `scale` (placement/scaling.py), which decides.
 
-    delays: seconds before scaling up or down: the fields of ScalingDelays.
+    delays: fields of ScalingDelays, such as upscale_s: seconds before scaling up or down.
     """
 
     def __init__(self, **delays: float) -> None:

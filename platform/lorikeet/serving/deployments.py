@@ -129,7 +129,10 @@ def _replica_options(min_replicas: int, max_replicas: int) -> dict[str, Any]:
 
 
 def controller(settings: Settings, engines: Mapping[str, Application]) -> Application:
-    """Return the deployment of the controller, with one replica."""
+    """Return the deployment of the controller, with one replica.
+
+    engines: deployment of the engines of each base model.
+    """
     deployment = serve.deployment(
         name="controller",
         num_replicas=1,
@@ -144,6 +147,7 @@ def gateway(
 ) -> Application:
     """Return the deployment of the HTTP gateways.
 
+    engines: deployment of the engines of each base model.
     controller: bound so that Serve deploys the controller too; no request uses it.
     """
     from lorikeet.replica.engine_settings import adapter_memory  # imports torch, as in _gpus

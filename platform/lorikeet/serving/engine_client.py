@@ -88,7 +88,9 @@ _CANCEL_S = 1.0
 
 
 class ServeEngineClient:
-    """EngineClient of a gateway (gateway/services.py), with one Ray Serve handle per base model.
+    """Client through which a gateway calls all base models' replicas, by Ray Serve handles.
+
+    Implements EngineClient (gateway/services.py).
 
     Must be constructed on the event loop.
 
@@ -527,7 +529,7 @@ class _AnswerLost(Unavailable):
 
 
 def _seeded(encoded: EncodedCall) -> EncodedCall:
-    """Return a call with a seed if its tokens are drawn, so that every replica draws the same."""
+    """Return a call with a seed if its tokens are sampled, so that each replica draws the same."""
     sampling = encoded.call.sampling
     if sampling.seed is not None or sampling.temperature == 0.0:
         return encoded

@@ -13,7 +13,10 @@ _fleets: dict[tuple[str, str], Fleet] = {}
 
 
 def fleet_of(application: str, deployment: str) -> Fleet:
-    """Return the one Fleet of a deployment in this process, created on first use. Thread-safe."""
+    """Return this process's one Fleet (known state of the replicas) of a deployment.
+
+    Created on first use. Thread-safe.
+    """
     name = (application, deployment)
     with _lock:
         if name not in _fleets:

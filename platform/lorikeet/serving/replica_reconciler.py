@@ -114,8 +114,8 @@ class ReplicaReconciler:
 class RespondingReplicas:
     """Last report of each replica that has reported within the last `timeout_s` seconds.
 
-    A timeout of several surveys keeps one late answer from moving a replica's pins to other
-    replicas and back.
+    The timeout spans several rounds of reports, so that one late report does not move a replica's
+    pins to other replicas and back.
     """
 
     def __init__(self, timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:

@@ -62,7 +62,7 @@ def plan_capacity(
 
 
 def _work(needs: CapacityNeeds, sample: Requests) -> float:
-    """Return the number of replicas, with a fraction, that the requests keep busy.
+    """Return the number of replicas, not rounded, that the demand's requests keep busy.
 
     The estimate assumes full batches and no adapters.
 
@@ -100,6 +100,7 @@ class _Search:
         """Return two numbers of replicas, with one seed: one that is too small, and one that is
         enough.
 
+        work: number of replicas that the requests keep busy, from which the search starts.
         most: limit on the replicas to try.
 
         Raises Unreachable if `most` replicas are not enough.
@@ -140,7 +141,10 @@ class _Search:
         return self.forecasts[key]
 
     def _drop_pins(self, answer: Capacity) -> Capacity:
-        """Remove the pins, or reduce them to one copy each, if the goals are still met."""
+        """Return the answer without pins, or with one copy of each, if the goals are still met.
+
+        An answer that keeps pins gets the forecast without them as `unpinned`.
+        """
         needed = answer.needed
         if not needed.pins:
             return answer
@@ -178,6 +182,9 @@ def _check_feasible(needs: CapacityNeeds, sample: Requests, runs: int) -> None:
 
     Such goals are those that even a single request on an idle GPU misses. Also refused are adapters
     larger than a GPU's memory for adapters, and too few requests to simulate.
+
+    sample: requests whose prompts are checked against the goal for all requests.
+    runs: number of simulations, each with another seed.
     """
     demand, goals, steps = needs.demand, needs.goals, needs.costs.steps
     largest = int(demand.sizes.max())

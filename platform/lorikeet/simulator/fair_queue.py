@@ -49,9 +49,10 @@ class FairQueue:
         return self._requests[self._first_tenant()][0]
 
     def next(self, prompts: list[int]) -> int:
-        """Take the next request, and charge its tenant for the prompt and the first token.
+        """Take the next request, and add the cost of its prompt and its first token to its tenant's
+        counter.
 
-        prompts: tokens of each request's prompt, [requests].
+        prompts: number of prompt tokens of each of the fleet's requests, [requests].
         """
         tenant = self._first_tenant()
         requests, counter = self._requests[tenant], self.waiting[tenant]
@@ -71,7 +72,7 @@ class FairQueue:
         self._decoding[tenant] -= 1
 
     def decoded(self, steps: float) -> None:
-        """Charge each decoding sequence's tenant for `steps` tokens."""
+        """Add the cost of `steps` tokens of each decoding sequence to its tenant's counter."""
         for tenant, sequences in self._decoding.items():
             self._counter_of[tenant].charge(OUTPUT_TOKEN * sequences * steps)
 

@@ -31,7 +31,11 @@ _NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class CapacityGoals:
-    """Goals for all requests together; None: no goal."""
+    """Goals for all requests together; None: no goal.
+
+    hit_rate: least fraction of requests that find their adapter on the GPU or need none. The other
+        goals are upper limits.
+    """
 
     ttft_p99_s: float | None = None
     inter_token_p50_s: float | None = None
@@ -82,8 +86,8 @@ class TtftSummary:
     """Time to the first token of some requests; NaN if there are none.
 
     requests: number of the requests.
-    hit_p99_s: p99 of the requests that found their adapter on the GPU.
-    hit_rate: fraction of requests that found their adapter on the GPU.
+    hit_p99_s: p99 of the requests that found their adapter on the GPU, or need none.
+    hit_rate: fraction of these requests among all.
     """
 
     requests: int
@@ -142,7 +146,7 @@ class Forecast:
     pins: tenant → number of replicas that keep its adapters.
     all: summary of all requests.
     tenants: summaries by tenant's name.
-    found: fraction of requests by the tier where their adapter was.
+    found: fraction of requests by the tier where their adapter was when they came.
     cold_loads_per_min: loads of adapters onto GPUs per minute, in the whole fleet.
     pinned_bytes: bytes of pinned adapters on the replica that has most of them.
     keeps_up: whether no run ended with a long queue.

@@ -62,12 +62,12 @@ class Arena:
         self._by_score: list[tuple[float, int]] = []  # heap, with outdated entries
 
     def holds(self, adapter: int) -> bool:
-        """Whether an adapter is loaded."""
+        """Whether an adapter is loaded; False while it is still being copied to the GPU."""
         resident = self.residents.get(adapter)
         return resident is not None and not resident.loading
 
     def lease(self, adapter: int, now_s: float) -> None:
-        """Lease a loaded adapter for a request, until `release`."""
+        """Count a request's use of a loaded adapter, and keep it from eviction until `release`."""
         resident, name = self.residents[adapter], self._names[adapter]
         if not resident.leases:
             self.room -= self._sizes[adapter]
@@ -77,7 +77,7 @@ class Arena:
         self._uses.add(name, now_s)
 
     def release(self, adapter: int) -> None:
-        """End a request's lease of an adapter."""
+        """End a request's lease of an adapter, which kept it from eviction."""
         resident = self.residents[adapter]
         resident.leases -= 1
         if not resident.leases:
@@ -120,7 +120,7 @@ class Arena:
         return True
 
     def uses(self, adapter: int, now_s: float) -> float:
-        """Return an adapter's uses, loaded or not; a use counts less the longer it is ago."""
+        """Return the number of an adapter's uses, loaded or not; older uses count less."""
         return self._uses.count(self._names[adapter], now_s)
 
     def finish_load(self, adapter: int) -> None:
@@ -131,8 +131,8 @@ class Arena:
         self._rank(adapter, resident)
 
     def evicted_uses(self, adapter: int, now_s: float) -> float:
-        """Return the recent uses of the adapters that loading this adapter would evict; 0 if the
-        arena has it already.
+        """Estimate the number of recent uses of the adapters that loading this adapter would evict;
+        0 if the arena has it already.
         """
         if adapter in self.residents or not self._front():
             return 0.0
@@ -234,7 +234,10 @@ class ByteLru:
 
 
 class Link:
-    """Link that transfers one adapter after another; their latencies overlap."""
+    """Link that transfers one adapter after another.
+
+    A transfer ends a latency after its last byte was sent; the next one is sent meanwhile.
+    """
 
     def __init__(self, latency_s: float, bytes_per_s: float) -> None:
         self._latency_s, self._bytes_per_s = latency_s, bytes_per_s

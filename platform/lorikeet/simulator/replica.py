@@ -307,10 +307,11 @@ class SimulatedReplica:
 
 
 class _DecodeContext:
-    """Tokens that all decoding requests together attend to: the sum of StepCosts.decode_sees.
+    """Number of tokens that the decodes of one step attend to: the sum of the requests' contexts.
 
-    Each request's context is taken to grow linearly with the clock, which counts steps. The sum is
-    exact without attention windows, and an approximation for answers that outgrow a window.
+    A request's context is the number of tokens that its decode attends to, averaged over layers. It
+    is taken to grow linearly with the clock, which counts steps. The sum is exact without attention
+    windows, and an approximation for answers that outgrow a window.
     """
 
     def __init__(self, fleet: _Fleet, steps: StepCosts) -> None:
@@ -334,11 +335,16 @@ class _DecodeContext:
         self._growth -= growth
 
     def at(self, clock: float) -> int:
-        """Return the tokens that all decoding requests together attend to in the step `clock`."""
+        """Return the number of tokens that all decoding requests together attend to in a step.
+
+        clock: number of steps so far.
+        """
         return round(self._begun + self._growth * clock)
 
     def _line(self, request: int) -> tuple[float, float]:
-        """Return a request's context at its second token, and its growth per step."""
+        """Return the number of tokens that a request's decode of its second token attends to, and
+        the growth of this number per step.
+        """
         prompt, answer = self._fleet.prompts[request], self._fleet.answers[request]
         first, last = map(self._steps.decode_sees, (prompt + 1, prompt + answer))
         return first, (last - first) / (answer - 1)

@@ -59,6 +59,7 @@ class GatewayClaims:
     """Message of one gateway to another: its claims to shares of limits.
 
     gateway: sender's name, new at every start.
+    claims: claim to the limits of each tenant or key.
     """
 
     gateway: str
@@ -70,7 +71,7 @@ class LimitShare:
     """One gateway's share of the limits of one tenant or key.
 
     share: fraction of each limit that the gateway enforces.
-    claimed: fraction that the gateway claims in the present round of `LimitShares`.
+    claimed: fraction that the gateway claims in the present exchange of claims between gateways.
     at: time of the last request, in seconds.
     running: number of running requests in this gateway.
     others_run: number of running requests in the other gateways.
@@ -107,7 +108,7 @@ class _Peer:
 
 
 class LimitShares:
-    """One gateway's shares of all subjects' limits. Single event loop.
+    """One gateway's shares of the limits of all tenants and keys. Single event loop.
 
     A round is `claim`, sending the claims to every other gateway, then `agree` with the answers.
     Rounds of one gateway do not overlap. Every `now` is in seconds.
@@ -176,7 +177,7 @@ class LimitShares:
         return max(0.0, now - since)
 
     def claim(self, now: float) -> GatewayClaims:
-        """Begin a round: return this gateway's claims.
+        """Begin an exchange of claims with the other gateways: return this gateway's claims.
 
         A claim is the share that the gateway's demand justifies, or its present share if that is
         larger.
@@ -187,12 +188,12 @@ class LimitShares:
         return self._own_claims(now)
 
     def answer(self, received: GatewayClaims, now: float) -> GatewayClaims:
-        """Record the claims of a gateway that begins a round; return this gateway's claims."""
+        """Record the claims that another gateway sent to this one; return this gateway's claims."""
         self._receive(received, now)
         return self._own_claims(now)
 
     def agree(self, answers: Iterable[GatewayClaims], *, complete: bool, now: float) -> None:
-        """End a round: set this gateway's shares from the claims in the other gateways' answers.
+        """Set this gateway's shares from the claims that the other gateways answered.
 
         complete: whether every gateway that may exist has answered. If not, shares stay as they
             are; but a gateway that has never agreed with the others takes an equal share after

@@ -82,7 +82,8 @@ class MonthlyBudget:
         self._recorded.refresh()
 
     def was_read(self, began: float) -> None:
-        """Forget the usage of `settle` that recorded usage includes since its last read.
+        """Forget the usage that `settle` counted more than unseen_s seconds before the read began:
+        recorded usage includes it.
 
         began: time at which the read began, monotonic seconds.
         """

@@ -228,7 +228,8 @@ class RateLimiter:
         up, RateLimited beyond a limit of the tenant or key, or if too many of the tenant's requests
         have sent no body yet.
 
-        takes_tokens: False for a request that generates nothing, which no token limit refuses.
+        takes_tokens: False for a request that generates nothing: budget and token limits do not
+            refuse it.
         in_batch: True for a line of a batch, which only the month's budget refuses.
         """
         hold = RateLimitHold(self, tenant, key, in_batch=in_batch)
@@ -439,7 +440,7 @@ class RateLimitHold:
         self._tokens, self._cost = tokens, cost
 
     def release(self) -> None:
-        """End the request and charge its tokens and cost to the month's budgets."""
+        """End the request, and count its tokens and cost against the month's budgets."""
         now = self._limiter.clock()
         self._limiter.running -= not self._in_batch
         self.body_is_here()

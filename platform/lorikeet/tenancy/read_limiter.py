@@ -39,8 +39,8 @@ class ReadLimiter:
     def count(self, tenant: str, reads: float = 1.0) -> None:
         """Count reads of a tenant. Raises RateLimited if the tenant has made too many.
 
-        reads: cost of the request, in reads. A request that costs more than a whole burst is
-            admitted when the bucket is full; later requests wait until the debt is refilled.
+        reads: number of reads that the request counts as. If they are more than a whole burst, it
+            is admitted when the bucket is full; later requests wait until the debt is refilled.
         """
         now = self._clock()
         bucket = self._buckets.get(tenant)
@@ -64,7 +64,7 @@ class ReadLimiter:
         Raises RateLimited if the tenant has made too many reads, or if MAX_RUNNING of its reading
         requests run already.
 
-        reads: cost of the request, in reads.
+        reads: number of reads that the request counts as.
         """
         if self._running[tenant] >= MAX_RUNNING:
             raise RateLimited(

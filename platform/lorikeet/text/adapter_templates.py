@@ -51,7 +51,7 @@ _TOOL_CHAT: Chat = (
 
 
 class AdapterTemplates:
-    """Encoders with adapters' own chat templates, in threads of their own. For one event loop.
+    """Threads that encode prompts with adapters' own chat templates. For one event loop.
 
     One tenant occupies one thread and one process that renders (template_server.py).
     """

@@ -83,7 +83,7 @@ def check_begun_answer(call: Call, thinking: Thinking, tags: ThinkTags) -> None:
 
     A grammar describes whole answers, and would begin anew behind the message.
 
-    thinking: state of the model's thinking at the end of the prompt.
+    thinking: whether the model, at the end of the prompt, never thinks, may begin to or has begun.
     tags: the model's tags of thinking.
     """
     if call.format is None or not call.continue_final or thinking is Thinking.BEGUN:

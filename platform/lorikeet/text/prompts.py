@@ -410,8 +410,8 @@ class PromptEncoder:
             )
 
     def _marked_text(self, call: Call) -> str:
-        """Return the prompt of a chat, with _WITHIN_MARK inside each special token's text that a
-        message spells.
+        """Return the prompt of a chat. With Harmony's syntax, _WITHIN_MARK splits each special
+        token's text that a message spells, so that it is encoded as plain text.
         """
         tools: Sequence[Mapping[str, Any]] = call.tools.tools if call.tools else ()
         given = {**call.template_defaults, **call.template_args}

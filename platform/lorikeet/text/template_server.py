@@ -62,8 +62,8 @@ class ServerBusy(Exception):
 class TemplateProcesses:
     """Processes that render templates, one for each tenant. Thread-safe.
 
-    At most one thread at a time may render for a tenant. The server starts with the first
-    rendering.
+    At most one thread at a time may render for a tenant. A server process, which forks them, starts
+    with the first rendering.
     """
 
     def __init__(self) -> None:
@@ -202,7 +202,7 @@ def main() -> None:
 
 
 def _import_renderer() -> None:
-    """Import and read what renderings need, even those that fail, which takes a second."""
+    """Import and read what renderings need, by one rendering that fails. Takes a second."""
     _answer(
         {
             "template": "{{ strftime_now('%c') }}{{ raise_exception('') }}",
@@ -212,7 +212,9 @@ def _import_renderer() -> None:
 
 
 def _serve(connection: Connection) -> None:
-    """Answer questions until the connection closes, under the limits."""
+    """Render templates and list their names, as the connection asks, until it closes or too much
+    memory is taken. Limits on memory and CPU time hold.
+    """
     if sys.platform == "linux":
         data = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_DATA, (data + MEMORY_BYTES, data + MEMORY_BYTES))

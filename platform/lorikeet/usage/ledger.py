@@ -16,8 +16,8 @@ K = TypeVar("K")
 class UsageAccount(NamedTuple):
     """Account of usage: a tenant and the model that it used.
 
-    adapter: tenant/name; names joined by + for a composition, whose slots and loads are counted for
-        each adapter; None for the base model alone.
+    adapter: tenant/name, joined by + for a composition (several adapters applied together). Slot
+        time and loads are in the accounts of its single adapters. None for the base model alone.
     """
 
     tenant: str
@@ -40,7 +40,7 @@ class UsageCounts:
 
     requests: requests that a replica accepted.
     cached_tokens: prompt tokens found in the prefix cache.
-    slot_s: seconds for which the adapter's slot on a GPU was leased for the tenant's requests.
+    slot_s: seconds for which requests of the tenant kept the adapter's slot on a GPU (a lease).
         Concurrent leases on one replica count once; tenants with leases of the same adapter share
         the time.
     loads: loads of the adapter onto a GPU that the tenant's requests caused.

@@ -90,7 +90,7 @@ def other_texts(texts: Iterable[str]) -> str:
 
 
 def _apart(texts: list[str], *, whole: bool) -> str:
-    """Return a regular expression that matches all texts except `texts` or their continuations.
+    """Return a regular expression that matches all texts but some exceptions.
 
     whole: True: the exceptions are `texts`; False: they are all texts that begin with one of
         `texts`.

@@ -249,7 +249,7 @@ def _serve(connection_fd: int, model: Path) -> None:
 
 
 def _try(grammars: ModelGrammars, grammar: str) -> str | None:
-    """Compile a grammar and sample some tokens; return the problem, None if there is none."""
+    """Compile a grammar and follow it for some tokens; return the problem, None if it has none."""
     try:
         matcher = grammars.compile(grammar)
         for _ in range(_TRIED_TOKENS):
@@ -270,7 +270,7 @@ def _try(grammars: ModelGrammars, grammar: str) -> str | None:
 
 def _fault(grammars: ModelGrammars, schema: Mapping[str, Any], *, lets_go: bool) -> str | None:
     """Return the place of a schema's fault and the problem at this place, as text; None if no fault
-    is found within _FIND_CPU_S seconds.
+    is found within _FIND_CPU_S seconds of CPU time.
 
     lets_go: whether keywords that grammars cannot enforce are removed, and so no faults.
     """

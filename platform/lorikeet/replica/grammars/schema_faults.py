@@ -249,8 +249,8 @@ def find_fault(
 ) -> Fault | None:
     """Return the innermost fault of a schema; None if the schema has none.
 
-    problem: function that takes a schema translated by held_schema and returns why a grammar cannot
-        follow it; None if it can.
+    problem: function that takes a schema, translated into keywords that grammars enforce, and
+        returns why a grammar cannot follow it; None if it can.
     lets_go: whether the translation removes keywords that nothing can replace.
     """
     held = held_schema(schema, lets_go=lets_go).schema
