@@ -544,11 +544,12 @@ def _check_family(config: LoraConfig, shape: BaseShape) -> None:
 
 
 def _check_kinds(config: LoraConfig, shape: BaseShape) -> None:
-    """Raise AdapterRejected if targeted linears of the base model's layers have no weights.
+    """Raise AdapterRejected if the config targets linears that have no weights in the adapter.
 
-    Only base models with several kinds of layers can fail this check.
+    Finds linears that only some kinds of decoder layers have, such as attention's among layers of
+    which others are delta nets; other checks find the rest.
 
-    config: tells the kinds that each layer may have.
+    config: LoraConfig whose `kinds` has, for each layer, the kinds that agree with the weights.
     """
     for layer, kinds in enumerate(config.kinds[: shape.layers]):
         if shape.kind(layer) not in kinds:

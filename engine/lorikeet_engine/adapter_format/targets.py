@@ -214,17 +214,18 @@ def _expected(
     *,
     names_experts: bool,
 ) -> dict[str, _Expected]:
-    """Return all modules that a config could target, in the trainer's naming, by family.
+    """Return all modules that a config could target, by family of base models (FAMILIES).
 
-    The result has only families that have the linears with weights. The family that the weights
-    resemble most comes first.
+    Modules are named as the trainer names them. The result has only families that have the linears
+    with weights. The family that the weights resemble most comes first.
 
     modules: modules that have weights, in the trainer's naming.
     outer: the modules with weights that are outside the decoder layers.
     last: number of the last layer that has weights.
     with_weights: paths, in a layer, of the linears that have weights in some layer.
-    names_experts: whether target_modules names experts. Linears alone, such as down_proj, select no
-        expert where PEFT finds parameters instead.
+    names_experts: whether target_modules names experts. If it names linears alone, such as
+        down_proj, it selects no expert in a family whose experts are fused parameters, which PEFT
+        does not find by the names of linears.
     """
     place, layers = layers_prefix(modules), range(min(last + 1, _MAX_LAYERS))
     given = {module.removesuffix(".weight").rpartition(".")[2] for module in modules}
@@ -266,7 +267,8 @@ def _expected(
 def _outside(modules: Collection[str], place: str, family: Family) -> set[str]:
     """Return the names of modules outside the decoder layers, in a trainer's naming.
 
-    per_layer_model_projection (LAYER_INPUTS) has two names: that of its weight, too.
+    Gemma's per_layer_model_projection is returned by two names, since trainers target it as a
+    module or as a parameter, whose name ends with ".weight".
 
     modules: names of these modules in blobs (stored adapters).
     place: path before "layers." in the trainer's names.

@@ -44,7 +44,9 @@ class Turn(NamedTuple):
     overtaken: bool = False
 
     def computed(self, cost: float) -> None:
-        """Record that the sequence got a chunk in this turn.
+        """Record that this turn's sequence got a chunk of its prompt in the step.
+
+        Changes how much work shorter prompts of the tenant may still get before its oldest prompt.
 
         cost: cost of all tokens of the chunk, including tokens that are computed again after a
             preemption.

@@ -84,11 +84,14 @@ def _giving_way(
 ) -> list[Sequence] | None:
     """Choose sequences to preempt until they hold `lacking` slots or pages.
 
-    Returns None if the sequences that may be preempted hold fewer than `lacking`.
+    A sequence may be preempted if it is in the background and the waiting one is not, or if its
+    tenant has got more service than the waiting one's and holds more than _TIMES_AS_MUCH times as
+    much, by their weights. Returns None if all such sequences hold fewer than `lacking`.
 
     active: running sequences that still compute tokens.
-    wanted: number of slots or pages that the waiting sequence needs in all.
-    lacking: how many of them must be freed; 0 or less: none.
+    wanted: number of slots or pages that the waiting sequence needs in all; they count as held by
+        its tenant.
+    lacking: number of slots or pages to free; 0 or less: none.
     holds: returns the slots or pages that a sequence holds.
     """
     own, held = waiting.cost.counter, Counter[VirtualCounter]()

@@ -80,7 +80,8 @@ class Snapshots:
     def write(self, state: CatalogState) -> Manifest:
         """Write a snapshot of a state and return its manifest. Idempotent.
 
-        state: its unread partitions must not have changed since they were stored.
+        state: may have partitions that were never read from the store (UnreadPartition); the
+            manifest names their stored objects.
         """
         # Partitions that never held anything are one object, written once.
         distinct = {id(partition): partition for partition in state.partitions}

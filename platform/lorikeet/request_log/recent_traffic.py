@@ -96,7 +96,9 @@ class RecentTraffic:
         return GatewayTraffic(self._recent(running), waiting)
 
     def _recent(self, running: Iterable[RequestRecord]) -> dict[int, Second]:
-        """Return the counts by Unix second of the last SPAN_S + WINDOW_S seconds.
+        """Return the numbers of events (arrivals, first tokens, ends …) of each Unix second.
+
+        They cover the last SPAN_S + WINDOW_S seconds.
 
         running: requests that have not ended, whose events so far are counted too.
         """

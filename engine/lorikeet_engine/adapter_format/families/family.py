@@ -80,7 +80,7 @@ class LayerKind(StrEnum):
 
     @property
     def words(self) -> str:
-        """Name of such a layer, or of what mixes its tokens, for error messages."""
+        """Words for a layer of this kind in error messages, such as "a gated delta net"."""
         return {
             LayerKind.ATTENTION: "attention",
             LayerKind.WINDOW: "attention with a window",

@@ -95,7 +95,10 @@ def products(
 
 
 def decodes_in_float32(x: torch.Tensor) -> bool:
-    """Return whether products with x are of float32: x is no bfloat16, or Triton interprets."""
+    """Return whether MXFP4 weights are decoded to float32, not bfloat16, for products with x.
+
+    This is so if x is not bfloat16, or on the CPU, where Triton's interpreter runs the kernel.
+    """
     return x.dtype is not torch.bfloat16 or x.device.type == "cpu"
 
 

@@ -15,7 +15,12 @@ _POLL_S = 1.0
 
 
 class DiskWatcher:
-    """Thread that checks the disk cache's folder once a second. The file system may block it."""
+    """Thread that looks at the disk cache's folder once a second, since the file system may block.
+
+    Each time it locks the files of pinned adapters, records adapters that other processes have
+    added or removed, and evicts files if the folder exceeds its budget. It logs errors of the file
+    system and tries again.
+    """
 
     def __init__(self, disk: DiskCache, changes: ResidencyChanges) -> None:
         """Record all adapters that are on the disk already, and start the thread.

@@ -135,9 +135,11 @@ class SlotPool:
         return []
 
     def _compact(self, elements: int) -> Compact:
-        """Compact one range of the arena, to get a hole of at least this size at the range's end.
+        """Plan to compact one range of the arena, so that its end is free for `elements` elements.
 
-        Returns the command that moves the range's images to its front.
+        Chooses the range with the fewest elements to move. The books have the new places at once;
+        the data stay until the caller runs the returned command, which moves the range's images
+        (packed adapters) to its front.
         """
         begin, end = self._blocks.cheapest_range(elements)
         inside = [
