@@ -64,7 +64,9 @@ def test_failures_of_calls_with_a_cancelled_caller_are_not_logged(caplog):
             await broadcast_with_failures(Slow(DeploymentUnavailableError("engine")), "push")
 
     asyncio.run(run())
-    assert caplog.records == []
+    # other libraries' threads of earlier tests may still log
+    ours = [each for each in caplog.records if each.name.startswith(("lorikeet", "asyncio"))]
+    assert ours == []
 
 
 def test_a_deployment_that_fails_is_logged_and_others_answer(caplog):
