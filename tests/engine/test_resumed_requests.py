@@ -92,7 +92,7 @@ def test_a_choice_goes_on_with_the_tokens_that_follow(
         whole.submit(asked(way, f" {name}", adapters[name]))
     whole.all()
     # too few pages for all: resumed sequences are preempted
-    other = Answers(make(max_running=8, kv_pages=14, max_context=128, max_batch_tokens=48))
+    other = Answers(make(max_running=8, kv_pages=11, max_context=128, max_batch_tokens=48))
     resumed = list[tuple[str, str, int]]()
     for at, (way, name) in enumerate(named.items()):
         for cut in (CUTS[at % len(CUTS)], CUTS[(at + 3) % len(CUTS)]):
@@ -115,7 +115,7 @@ def test_a_choice_goes_on_with_the_tokens_that_follow(
                 [token.logprob for output in outputs for token in output.logprobs]
                 for outputs in (whole.outputs[before, choice], other.outputs[after, choice])
             ]
-            assert told[1] == pytest.approx(told[0][cut:], abs=1e-4)
+            assert told[1] == pytest.approx(told[0][cut:], abs=1e-3)
     assert other.engine.status().preemptions > 0
     assert nothing_is_held(other.engine)
 
