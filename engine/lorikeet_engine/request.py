@@ -237,6 +237,26 @@ class DraftCounts(NamedTuple):
     accepted: int
 
 
+class DraftSums:
+    """Sums of drafted tokens over all sources, for classes with `drafts`.
+
+    drafts: numbers of drafted tokens by source; () without any.
+    """
+
+    __slots__ = ()
+    drafts: tuple[DraftCounts, ...]
+
+    @property
+    def drafted_tokens(self) -> int:
+        """Number of drafted tokens that steps have verified."""
+        return sum(counts.drafted for counts in self.drafts)
+
+    @property
+    def accepted_tokens(self) -> int:
+        """Number of drafted tokens that became output tokens."""
+        return sum(counts.accepted for counts in self.drafts)
+
+
 class MemberLoad(NamedTuple):
     """Load of one adapter of a composition (a weighted sum of adapters).
 
@@ -249,7 +269,7 @@ class MemberLoad(NamedTuple):
 
 
 @dataclass(frozen=True)
-class EngineTimings:
+class EngineTimings(DraftSums):
     """Duration of each phase of one choice until its newest token, in seconds.
 
     queued_s: from submit to the first step.
@@ -274,16 +294,6 @@ class EngineTimings:
     steps: int = 0
     drafts: tuple[DraftCounts, ...] = ()
     members: tuple[MemberLoad, ...] = ()
-
-    @property
-    def drafted_tokens(self) -> int:
-        """Number of drafted tokens that steps have verified."""
-        return sum(counts.drafted for counts in self.drafts)
-
-    @property
-    def accepted_tokens(self) -> int:
-        """Number of drafted tokens that became tokens of the choice."""
-        return sum(counts.accepted for counts in self.drafts)
 
 
 @dataclass(frozen=True, slots=True)
