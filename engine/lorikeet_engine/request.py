@@ -215,14 +215,16 @@ class TokenLogprobs:
 
 
 class DraftSource(StrEnum):
-    """Text in which drafted tokens were found (speculative decoding).
+    """Source of drafted tokens (speculative decoding).
 
     LOOKUP: the choice's own prompt and output.
     ANSWERS: recent answers to the same tenant with the same adapter.
+    MTP: the model's head for multi-token prediction.
     """
 
     LOOKUP = "lookup"
     ANSWERS = "answers"
+    MTP = "mtp"
 
 
 class DraftCounts(NamedTuple):
