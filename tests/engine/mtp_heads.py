@@ -28,7 +28,7 @@ def with_head(checkpoint: Path, folder: Path, *, right: bool = False) -> Path:
     layer = f"model.layers.{attends}."
     for name, tensor in list(tensors.items()):
         if right and name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight")):
-            tensor *= 0.1
+            tensor *= 5e-4
         if name.startswith(layer):
             values = torch.randn(tensor.shape, generator=random) * tensor.std()
             tensors[f"mtp.layers.0.{name.removeprefix(layer)}"] = values

@@ -198,8 +198,8 @@ class LlamaModel:
         kv: KV cache
         lora: weights of all adapters; may be None if batch.segments is None
         attention: back end whose `plan` was called with this batch
-        → logits [rows, vocab] of the token after the next one, for each of batch.logit_rows; without
-          rows, the head's attention and MLP are left out
+        → logits [rows, vocab] for each of batch.logit_rows; without rows, the head's attention and
+          MLP are left out
         """
         assert self.mtp is not None, "a model without MTP head"
         step = self._step(batch, kv, None, attention)

@@ -157,15 +157,16 @@ class DraftBudget:
         tokens = ((odds, draft) for draft in longest for odds in draft.odds())
         return Drafts(_cut(drafts, self._best([*islice(tokens, room)], decodes, together=False)))
 
-    def predicts(self, chunks: list[Chunk]) -> bool:
+    def predicts(self, chunks: list[Chunk], room: int) -> bool:
         """Return whether the MTP head predicts a token after each one that a step samples.
 
         It does in steps of decodes alone, if drafts could pay were they all right.
 
         chunks: the step's chunks.
+        room: maximum number of drafted tokens in the next step.
         """
         self._predicts = False
-        if not self._mtp or not chunks:
+        if not self._mtp or not chunks or room <= 0:
             return False
         sequences = [chunk.sequence for chunk in chunks]
         if not all(s.decodes and not s.background for s in sequences):
@@ -174,7 +175,7 @@ class DraftBudget:
             self._mtp_pause -= 1
             return False
         certain = [_Draft(s, [_UNREAD], 1.0, 0, DraftSource.MTP) for s in sequences]
-        self._predicts = bool(self._together(certain, sequences, len(certain)))
+        self._predicts = bool(self._together(certain, sequences, room))
         return self._predicts
 
     def _with_mtp(self, drafts: list[_Draft], decodes: list[Sequence]) -> list[_Draft]:

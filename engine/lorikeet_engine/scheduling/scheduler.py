@@ -242,7 +242,8 @@ class Scheduler:
         if self._cache.states is not None:
             chunks = [self._with_state(chunk) for chunk in chunks]
         self._throughput.step_planned(prefills.saturated)
-        predicts = self._drafts is not None and self._drafts.predicts(chunks)
+        room = self._limits.sequences - len(active)
+        predicts = self._drafts is not None and self._drafts.predicts(chunks, room)
         return StepPlan(chunks, self._drop_failed(prefills.failed), budget.scored, predicts)
 
     def launched(self, chunks: list[Chunk], forced: Mapping[int, tuple[int, ...]]) -> None:
