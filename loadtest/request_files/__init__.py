@@ -1,1 +1,1 @@
-"""Own files and functions that one warm chat request enters, in all processes of the service."""
+"""Count of the own files and functions that one warm chat request enters."""

@@ -32,18 +32,13 @@ def main() -> None:
     """Run the service, send one warm chat and print what it entered."""
     with tempfile.TemporaryDirectory(prefix="request-files-") as name:
         folder = Path(name)
-        settings = Settings(
-            catalog=f"{folder}/catalog",
-            cache_dir=folder / "cache",
-            base_models={"lorikeet-demo": ROOT / "demo/model"},
-        )
-        key = fill_catalog(settings, [8]).key
         variables = {
-            "LORIKEET_CATALOG": settings.catalog,
-            "LORIKEET_CACHE_DIR": str(settings.cache_dir),
+            "LORIKEET_CATALOG": f"{folder}/catalog",
+            "LORIKEET_CACHE_DIR": f"{folder}/cache",
             "LORIKEET_BASE_MODELS": f"lorikeet-demo={ROOT / 'demo/model'}",
-            "REQUEST_FILES_FOLDER": name,
         }
+        key = fill_catalog(Settings.from_env(variables), [8]).key
+        variables["REQUEST_FILES_FOLDER"] = name
         path = os.environ.get("PYTHONPATH", "")
         os.environ["PYTHONPATH"] = f"{Path(__file__).parent}{os.pathsep}{path}"
         with service(variables, "Serve's proxy") as running:
@@ -54,7 +49,9 @@ def main() -> None:
                 time.sleep(_IDLE_S)
             with recording(folder) as entered:
                 chat(running.url, key)
-    show({part: [f for f in found if f not in idle.get(part, [])] for part, found in entered.items()})
+    show(
+        {part: [f for f in found if f not in idle.get(part, [])] for part, found in entered.items()}
+    )
 
 
 def chat(url: str, key: str) -> None:
