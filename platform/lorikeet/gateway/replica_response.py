@@ -12,9 +12,8 @@ from lorikeet.apis.chat.answer import failed_completion_event
 from lorikeet.apis.messages.answer import failed_message_event
 from lorikeet.apis.responses.answer import failed_response_event
 from lorikeet.errors import GenerationFailed, LorikeetError, Unavailable
-from lorikeet.gateway.client_disconnect import run_until_disconnect
+from lorikeet.gateway.client_connection import EVENT_END, KeptAliveStream, run_until_disconnect
 from lorikeet.gateway.error_responses import OK, Refused
-from lorikeet.gateway.keep_alive import EVENT_END, KeptAliveStream
 from lorikeet.logs import log_unexpected
 from lorikeet.protocol.messages import (
     AnswerHeader,
@@ -70,9 +69,9 @@ class ReplicaResponse(Response):
 
     Nothing is sent before the replica's first bytes arrive, so an earlier failure gets its own HTTP
     status; a later failure ends a stream with an error event. If a stream has no bytes for
-    KEEP_ALIVE_S seconds, the client gets headers and a keep-alive event (keep_alive.py), and from
-    then on a failure as an error event. When the client disconnects, `items` is closed at once
-    (client_disconnect.py).
+    KEEP_ALIVE_S seconds, the client gets headers and a keep-alive event, and from then on a failure
+    as an error event. When the client disconnects, `items` is closed at once. Both are in
+    client_connection.py.
 
     call: the call.
     items: the replica's answer.
