@@ -23,9 +23,9 @@ from cryptography.x509.oid import NameOID
 
 from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.reader import CatalogReader
+from lorikeet.catalog.records import TenantRecord
 from lorikeet.catalog.store import s3
 from lorikeet.catalog.store.object_store import ObjectStore, open_store
-from lorikeet.catalog.records import TenantRecord
 from lorikeet.errors import NotFound, ObjectNotFound, StoreError, StoreRefused
 from lorikeet.file_store import FileStore
 from lorikeet.response_store import ResponseStore, StoredResponse

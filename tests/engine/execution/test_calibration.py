@@ -146,9 +146,7 @@ def test_a_slow_device_is_measured_without_its_largest_step(measure):
     assert measure.took_s[-1] < 2048 * 5e-3
 
 
-def test_a_slow_devices_larger_steps_are_taken_to_cost_as_much_for_each_token(
-    measure, monkeypatch
-):
+def test_a_slow_devices_larger_steps_are_taken_to_cost_as_much_for_each_token(measure, monkeypatch):
     monkeypatch.setattr(ExactRunner, "prompt_sizes", ())  # no graphs, as on a CPU
     rows = tuple(RowsTime(n, 50e-3 * n) for n in (1, 2, 32, 128, 2048))
     slow = replace(TRUE, rows=rows, pieces_s=0.0, split_s=StepCosts().split_s)

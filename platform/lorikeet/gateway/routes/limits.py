@@ -15,7 +15,6 @@ from lorikeet.gateway.reads import TenantReads
 from lorikeet.gateway.routes.files import StoredFiles
 from lorikeet.tenancy.rate_limiter import LimitUse, RateLimiter
 
-
 _FRESH_S = 10.0
 """Seconds for which the use of files and batches is not read again: /ui asks every two."""
 
