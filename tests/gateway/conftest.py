@@ -20,9 +20,8 @@ from safetensors.numpy import save_file
 
 from loadtest.ports import free_port
 from lorikeet.addresses import Address
-from lorikeet.answer_stream.answer import event_stream, whole_answer
-from lorikeet.answer_stream.logprobs_format import LogprobsJson
-from lorikeet.answer_stream.openai_format import Choice, Ending, EventStream
+from lorikeet.apis.answer import event_stream, whole_answer
+from lorikeet.apis.chat.answer import EventStream
 from lorikeet.batch_store import BatchStore
 from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.records import Scope
@@ -51,6 +50,8 @@ from lorikeet.protocol.messages import (
 from lorikeet.protocol.parity import ParityTest
 from lorikeet.protocol.replica_report import ReplicaReport
 from lorikeet.response_store import ResponseStore
+from lorikeet.text.choice import Choice, Ending
+from lorikeet.text.logprobs import LogprobsJson
 from lorikeet.text.prompts import PromptEncoder
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.adapter_format import (

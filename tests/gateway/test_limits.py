@@ -13,7 +13,7 @@ import httpx
 import openai
 import pytest
 
-from lorikeet.answer_stream.openai_format import EventStream
+from lorikeet.apis.chat.answer import EventStream
 from lorikeet.catalog.records import Scope
 from lorikeet.errors import LimitStatus, StoreRefused, Unavailable
 from lorikeet.gateway.error_responses import error_response

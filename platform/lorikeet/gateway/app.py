@@ -12,11 +12,10 @@ from starlette.requests import ClientDisconnect
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from lorikeet.error_shapes import ClientApi
+from lorikeet.apis.errors import ClientApi
 from lorikeet.errors import Unavailable
 from lorikeet.gateway.admin.registration import Registration
 from lorikeet.gateway.admin.routes import admin_routes
-from lorikeet.gateway.apis.openapi import openapi_routes
 from lorikeet.gateway.audit import AuditMiddleware, AuditStream
 from lorikeet.gateway.auth import RequestAuthenticator
 from lorikeet.gateway.batches.runner import BatchRunner
@@ -40,6 +39,7 @@ from lorikeet.gateway.routes.health import health_routes
 from lorikeet.gateway.routes.limits import limit_routes
 from lorikeet.gateway.routes.metrics import Scrape, add_gauges, metrics_routes
 from lorikeet.gateway.routes.models import model_routes
+from lorikeet.gateway.routes.openapi import openapi_routes
 from lorikeet.gateway.routes.requests import request_routes
 from lorikeet.gateway.routes.responses import response_routes
 from lorikeet.gateway.routes.usage import UsageReports, usage_routes

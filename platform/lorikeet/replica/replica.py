@@ -10,10 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lorikeet.answer_stream.answer import Answer, refusal_of
-from lorikeet.answer_stream.answer_sender import AnswerSender
-from lorikeet.answer_stream.output_log import outputs_of
-from lorikeet.answer_stream.response_stream import DeltaGroup, ResponseStreams
+from lorikeet.apis.answer import Answer, refusal_of
 from lorikeet.catalog.catalog import blob_key
 from lorikeet.catalog.store.object_store import open_store
 from lorikeet.errors import GenerationFailed, InvalidInput
@@ -29,11 +26,14 @@ from lorikeet.protocol.messages import (
     SmokeResult,
     SmokeTest,
 )
+from lorikeet.protocol.output_log import outputs_of
 from lorikeet.protocol.parity import ParityTest
 from lorikeet.protocol.placement_decision import PinTarget, PlacementDecision
 from lorikeet.protocol.pushing import HoldState, PushMessage
 from lorikeet.protocol.replica_report import ReplicaReport
+from lorikeet.protocol.response_stream import DeltaGroup, ResponseStreams
 from lorikeet.protocol.status_update import StatusUpdate, to_stats
+from lorikeet.replica.answer_sender import AnswerSender
 from lorikeet.replica.base_copies import changed_copies, changed_rows
 from lorikeet.replica.engine_process import build_engine
 from lorikeet.replica.output_dispatcher import OutputDispatcher

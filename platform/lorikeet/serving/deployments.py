@@ -16,11 +16,11 @@ from ray.serve.deployment import Application
 from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp
 
+from lorikeet.apis.errors import TINKER
 from lorikeet.batch_store import BatchStore
 from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.kept_view import KeptView
 from lorikeet.catalog.store.object_store import ObjectStore, open_store
-from lorikeet.error_shapes import TINKER
 from lorikeet.errors import InvalidSetting, LorikeetError, StoreError, StoreRefused
 from lorikeet.file_store import FileStore
 from lorikeet.gateway.app import create_app

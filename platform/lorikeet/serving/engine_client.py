@@ -14,8 +14,6 @@ from typing import Any, cast
 from ray.exceptions import RayTaskError
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
-from lorikeet.answer_stream.output_log import tokens_in
-from lorikeet.answer_stream.response_stream import DeltaGroup, ResponseBuffer, ResponseBuffers
 from lorikeet.errors import GenerationFailed, LorikeetError, ReplicasLost, Unavailable
 from lorikeet.logs import log_unexpected
 from lorikeet.parity.figures import Parity
@@ -30,8 +28,10 @@ from lorikeet.protocol.messages import (
     SmokeTest,
     StreamItem,
 )
+from lorikeet.protocol.output_log import tokens_in
 from lorikeet.protocol.parity import ParityTest
 from lorikeet.protocol.replica_report import ReplicaReport
+from lorikeet.protocol.response_stream import DeltaGroup, ResponseBuffer, ResponseBuffers
 from lorikeet.retry_after import NO_REPLICA_S
 from lorikeet.routing.fleet import HEADER_AGE_S, Fleet
 from lorikeet.serving.fleet_registry import fleet_of

@@ -18,6 +18,7 @@ from typing import Annotated, Any, ClassVar
 from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
+from lorikeet.apis.body import Body
 from lorikeet.catalog.records import BlobFacts
 from lorikeet.catalog.resumable_uploads import ResumableUploads
 from lorikeet.chat_template import template_warning
@@ -27,7 +28,7 @@ from lorikeet.gateway.admin.blob_validation import MAX_BYTES
 from lorikeet.gateway.admin.registration import RegisteredVersion, Registration, RegistrationRequest
 from lorikeet.gateway.admin.smoke import smoke_test
 from lorikeet.gateway.auth import Actor
-from lorikeet.gateway.body import Body, bounded_parts, declared_bytes, json_body
+from lorikeet.gateway.body import bounded_parts, declared_bytes, json_body
 from lorikeet.gateway.error_responses import CREATED, OK
 from lorikeet.gateway.parity import Nats, bounds_of, check_parity, parity_json
 from lorikeet.gateway.received_file import receive_file

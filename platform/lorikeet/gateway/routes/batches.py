@@ -1,10 +1,13 @@
 """Batches of tenants, in the shape of OpenAI's API: /v1/batches."""
 
 from collections.abc import Callable
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from fastapi import APIRouter, Query, Request
+from pydantic import Field
 
+from lorikeet.apis.body import Body
+from lorikeet.apis.fields import Metadata
 from lorikeet.batch_store import WINDOW_S, BatchRecord, BatchStore
 from lorikeet.errors import (
     Forbidden,
@@ -14,8 +17,7 @@ from lorikeet.errors import (
     UnknownKey,
     UnsupportedParameter,
 )
-from lorikeet.file_store import LIFETIME_S, FileStore, sortable_id
-from lorikeet.gateway.apis.batch_request import BatchRequest
+from lorikeet.file_store import LIFETIME_S, SHORTEST_S, FileStore, sortable_id
 from lorikeet.gateway.auth import RequestAuthenticator
 from lorikeet.gateway.batches.runner import BatchRunner
 from lorikeet.gateway.body import read_json
@@ -31,6 +33,33 @@ _READS = 5
 _BATCHES_OF_READ = 4
 """Number of listed batches that cost one more read."""
 _FULL_S = 60.0
+
+
+class ExpiresAfter(Body):
+    """Lifetime of a batch's output file, from the file's creation.
+
+    anchor: start of the lifetime; only the file's creation is supported.
+    """
+
+    anchor: Literal["created_at"]
+    seconds: Annotated[int, Field(ge=SHORTEST_S, le=LIFETIME_S)]
+
+
+class BatchRequest(Body):
+    """Request of POST /v1/batches.
+
+    input_file_id: uploaded file with the requests, one a line.
+    endpoint: path of the API that answers all requests, such as /v1/chat/completions.
+    completion_window: time after which unanswered requests expire.
+    metadata: the client's own key-value pairs, shown with the batch.
+    output_expires_after: lifetime of the output file; None: the longest.
+    """
+
+    input_file_id: Annotated[str, Field(max_length=256)]
+    endpoint: Annotated[str, Field(max_length=256)]
+    completion_window: Literal["24h"]
+    metadata: Metadata | None = None
+    output_expires_after: ExpiresAfter | None = None
 
 
 def batch_routes(
