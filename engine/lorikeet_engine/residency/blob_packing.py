@@ -414,7 +414,7 @@ def _write_token_rows(
             rows = out[at : at + math.prod(part.rows.shape)].view(part.rows.shape)
             places = torch.tensor(part.ids).argsort().argsort()  # the rows' ids ascend
             row_bytes, done = part.rows.size_bytes // count, 0
-            for some in places.split(max(1, _BYTES_TOGETHER // row_bytes)):
+            for some in torch.split(places, max(1, _BYTES_TOGETHER // row_bytes)):
                 stored = torch.empty(len(some) * row_bytes, dtype=torch.uint8)
                 begin = part.rows.begin + row_bytes * done
                 _read_into(file.fileno(), [_bytes_of(stored)], begin, begin + len(stored))
