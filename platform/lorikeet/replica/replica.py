@@ -34,7 +34,7 @@ from lorikeet.protocol.replica_report import ReplicaReport
 from lorikeet.protocol.response_stream import DeltaGroup, ResponseStreams
 from lorikeet.protocol.status_update import StatusUpdate, to_stats
 from lorikeet.replica.answer_sender import AnswerSender
-from lorikeet.replica.base_copies import changed_copies
+from lorikeet.replica.base_copies import changed_copies, changed_rows
 from lorikeet.replica.engine_process import build_engine
 from lorikeet.replica.output_dispatcher import OutputDispatcher
 from lorikeet.replica.parity import prove_parity
@@ -46,7 +46,7 @@ from lorikeet.replica.status_feed import StatusFeed
 from lorikeet.settings import Settings
 from lorikeet.text.prompts import PromptEncoder
 from lorikeet_engine.adapter import AdapterRef, Residency
-from lorikeet_engine.adapter_format import BaseCopy
+from lorikeet_engine.adapter_format import BaseCopy, WholeModule
 from lorikeet_engine.errors import EngineClosed, EngineError
 from lorikeet_engine.process.client import EngineProcessClient
 from lorikeet_engine.request import Failed, Output, PromptLogprobs, Request, Tokens
@@ -193,6 +193,12 @@ class Replica:
         copies: an adapter's copies of matrices of the base model.
         """
         return await asyncio.to_thread(changed_copies, self._folder, copies)
+
+    async def changed_rows(self, modules: Sequence[WholeModule]) -> dict[str, list[int]]:
+        """Return the rows of an adapter's whole modules that differ from the base model's, by
+        module.
+        """
+        return await asyncio.to_thread(changed_rows, self._folder, modules)
 
     async def apply_plan(self, plan: Mapping[str, PlacementDecision]) -> str | None:
         """Pin, unpin and prefetch adapters as the plan says; return this replica's name.
