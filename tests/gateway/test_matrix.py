@@ -48,10 +48,8 @@ OPEN: set[Route] = {
 }
 
 RERANK = ("/v1/rerank", "/v2/rerank", "/rerank")
-POOLING = (
-    *("/v1/classify", "/v1/score", "/v1/pooling", "/classify", "/score", "/pooling"),
-    *RERANK,
-)
+SCORING = ("/v1/classify", "/v1/score", "/v1/pooling", "/classify", "/score", "/pooling")
+POOLING = (*SCORING, *RERANK)
 """Paths for adapters with a head. The matrix' adapter has none, so its owner gets a 400."""
 
 TENANTS: Mapping[Route, Callable[[str, str], tuple[str, Any]] | None] = {

@@ -67,7 +67,7 @@ def _parse_documents(value: object) -> tuple[str, ...]:
     listed = value if isinstance(value, list) else [value]
     if not 1 <= len(listed) <= MAX_TEXTS:
         raise ValueError(f"want 1 to {MAX_TEXTS} texts")
-    texts = [
+    texts: list[Any] = [
         each["text"] if isinstance(each, dict) and [*each] == ["text"] else each for each in listed
     ]
     if not all(isinstance(text, str) for text in texts):

@@ -157,11 +157,8 @@ class ScoreRequest(PoolRequest):
         assert others is not None
         if len(ones) != len(others) and 1 not in (len(ones), len(others)):
             raise misfit(names[0], f"want as many as {names[1]}, or a single one")
-        count = max(len(ones), len(others))
-        return [
-            one + other
-            for one, other in zip(islice(cycle(ones), count), cycle(others), strict=False)
-        ]
+        pairs = zip(cycle(ones), cycle(others), strict=True)
+        return [one + other for one, other in islice(pairs, max(len(ones), len(others)))]
 
     def to_call(self, context: CallContext) -> Call:
         """Return the request as a Call, the common form of all APIs, with facts from `context`."""

@@ -180,16 +180,16 @@ def _generating() -> dict[str, Any]:
         "/v1/embeddings": _generate("Embed texts", "EmbeddingsRequest", _JSON),
         "/v1/pooling": _generate("Compute a head's values", "PoolingRequest", _JSON),
         "/v1/rerank": _generate("Rank documents", "RerankRequest", _JSON),
-        **{
-            path: _generate(
-                f"The same as /v1/{path.rpartition('/')[2]}",
-                schema.__name__,
-                _JSON,
-                name=path[1:].replace("/", "_"),
-            )
-            for path, schema in UNVERSIONED.items()
-        },
+        **_unversioned(),
     }
+
+
+def _unversioned() -> dict[str, Any]:
+    described = {}
+    for path, schema in UNVERSIONED.items():
+        summary, name = f"Alias of /v1/{path.rpartition('/')[2]}", path[1:].replace("/", "_")
+        described[path] = _generate(summary, schema.__name__, _JSON, name=name)
+    return described
 
 
 def _stored_responses() -> dict[str, Any]:
