@@ -203,7 +203,9 @@ def test_a_pins_prompt_stays_until_it_is_removed(
     catalog.retire("acme", "support", actor="ann")
     catalog.restore("acme", "support", actor="ann")
     catalog.reader.snapshot()
-    reread = CatalogReader(catalog.store).refresh().pin_of("acme", "support")
+    anew = CatalogReader(catalog.store)
+    anew.refresh()
+    reread = anew.ask(lambda state: state.pin_of("acme", "support"))
     assert reread is not None
     assert reread.prompt == "You are a clerk."
 

@@ -8,6 +8,7 @@ import logging
 import threading
 from collections import Counter
 from contextlib import nullcontext
+from itertools import product
 from random import Random
 from types import SimpleNamespace
 
@@ -283,7 +284,6 @@ COUNTED = Counter()
     windows=st.sampled_from((WHOLE, WINDOWED)),
     overlap=st.booleans(),
 )
-@settings(max_examples=25, deadline=None, derandomize=True)
 def churn(folder, seed, host_pages, room, windows, overlap):
     """Answer random requests while pages come and go, some damaged."""
     chance = Random(seed)
@@ -321,14 +321,16 @@ def churn(folder, seed, host_pages, room, windows, overlap):
     engine.engine.close()
 
 
-def test_answers_are_the_same_while_pages_come_and_go(tmp_path, always_fetch):
+@pytest.mark.parametrize("examples", [3, pytest.param(40, marks=pytest.mark.soak)])
+def test_answers_are_the_same_while_pages_come_and_go(examples, tmp_path, always_fetch):
     COUNTED.clear()
-    churn(tmp_path)
+    settings(max_examples=examples, deadline=None, derandomize=True)(churn)(tmp_path)
     for event in ("fetched", "evicted", "damaged", "preempted", "of_prompts"):
         assert COUNTED[event] > 0, COUNTED
 
 
 FAMILIES = ("llama", "gemma4_text", "glm4_moe_lite", "gpt_oss")
+OFTEN = (("llama", "auto"), ("gpt_oss", "fp8"))
 
 
 def answers_of(engine, rounds=2):
@@ -343,8 +345,13 @@ def answers_of(engine, rounds=2):
     return answers.tokens
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("kv_dtype", ["auto", "fp8"])
+@pytest.mark.parametrize(
+    ("family", "kv_dtype"),
+    [
+        pytest.param(*each, marks=[] if each in OFTEN else pytest.mark.soak)
+        for each in product(FAMILIES, ("auto", "fp8"))
+    ],
+)
 def test_each_kind_of_page_comes_back_as_it_was(
     family, kv_dtype, tiny_checkpoints, tmp_path, always_fetch
 ):

@@ -229,6 +229,7 @@ def test_status_shows_every_replica(gateway: Gateway) -> None:
             "fp8_kv": False,
             "states": None,
             "host_pages": None,
+            "prompts": {"pinned": 0, "computed": 0},
             "arena_bytes_used": 5,
             "arena_bytes_total": 6,
             "adapters": [
