@@ -137,10 +137,10 @@ def test_a_pins_prompt_is_shown_and_removed(gateway: Gateway) -> None:
 
 
 def test_a_prompt_that_no_chat_can_have_is_refused(gateway: Gateway) -> None:
-    gateway.engines.context = 40
-    long = error_of(gateway.admin("PUT", "/pins/acme/support", {"prompt": "word " * 40}), 400)
+    body = {"prompt": "a b " * 2000}
+    long = error_of(gateway.admin("PUT", "/pins/acme/support", body), 400)
     assert long["param"] == "prompt"
-    assert "takes 40: shorten the prompt" in long["message"]
+    assert "takes 4096: shorten the prompt" in long["message"]
     tenants = error_of(gateway.admin("PUT", "/pins/acme", {"prompt": "You are a clerk."}), 400)
     assert "pin each adapter with its prompt" in tenants["message"]
     assert gateway.admin("GET", "/pins").json() == {"data": []}
