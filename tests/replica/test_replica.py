@@ -16,10 +16,10 @@ import pytest
 
 from demo.fill_catalog import fill_catalog
 from demo.tasks import TASKS
-from lorikeet.answer_stream import response_stream as response_stream_module
 from lorikeet.catalog.reader import CatalogReader
 from lorikeet.catalog.store.object_store import open_store
 from lorikeet.errors import InvalidSetting
+from lorikeet.protocol import response_stream as response_stream_module
 from lorikeet.protocol.messages import (
     AnswerHeader,
     Call,

@@ -10,10 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lorikeet.answer_stream.answer import Answer, refusal_of
-from lorikeet.answer_stream.answer_sender import AnswerSender
-from lorikeet.answer_stream.output_log import outputs_of
-from lorikeet.answer_stream.response_stream import DeltaGroup, ResponseStreams
+from lorikeet.apis.answer import Answer, refusal_of
 from lorikeet.catalog.catalog import blob_key
 from lorikeet.catalog.store.object_store import open_store
 from lorikeet.errors import GenerationFailed, InvalidInput
@@ -29,12 +26,15 @@ from lorikeet.protocol.messages import (
     SmokeResult,
     SmokeTest,
 )
+from lorikeet.protocol.output_log import outputs_of
 from lorikeet.protocol.parity import ParityTest
 from lorikeet.protocol.placement_decision import PinTarget, PlacementDecision
 from lorikeet.protocol.pushing import HoldState, PushMessage
 from lorikeet.protocol.replica_report import ReplicaReport
+from lorikeet.protocol.response_stream import DeltaGroup, ResponseStreams
 from lorikeet.protocol.status_update import StatusUpdate, to_stats
-from lorikeet.replica.base_copies import changed_copies
+from lorikeet.replica.answer_sender import AnswerSender
+from lorikeet.replica.base_copies import changed_copies, changed_rows
 from lorikeet.replica.engine_process import build_engine
 from lorikeet.replica.output_dispatcher import OutputDispatcher
 from lorikeet.replica.parity import prove_parity
@@ -47,7 +47,7 @@ from lorikeet.replica.status_feed import StatusFeed
 from lorikeet.settings import Settings
 from lorikeet.text.prompts import PromptEncoder
 from lorikeet_engine.adapter import AdapterRef, Residency
-from lorikeet_engine.adapter_format import BaseCopy
+from lorikeet_engine.adapter_format import BaseCopy, WholeModule
 from lorikeet_engine.errors import EngineClosed, EngineError
 from lorikeet_engine.process.client import EngineProcessClient
 from lorikeet_engine.request import Failed, Output, PromptLogprobs, Request, Tokens
@@ -195,6 +195,12 @@ class Replica:
         copies: an adapter's copies of matrices of the base model.
         """
         return await asyncio.to_thread(changed_copies, self._folder, copies)
+
+    async def changed_rows(self, modules: Sequence[WholeModule]) -> dict[str, list[int]]:
+        """Return the rows of an adapter's whole modules that differ from the base model's, by
+        module.
+        """
+        return await asyncio.to_thread(changed_rows, self._folder, modules)
 
     async def apply_plan(self, plan: Mapping[str, PlacementDecision]) -> str | None:
         """Pin, unpin and prefetch adapters as the plan says; return this replica's name.

@@ -13,17 +13,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 from jinja2 import Environment, TemplateError
 from tokenizers import Tokenizer
 
-from lorikeet.answer_stream.detokenizer import Vocabulary
-from lorikeet.answer_stream.harmony import REQUIRED_MARKS
-from lorikeet.answer_stream.reasoning import (
-    MISTRAL_TAGS,
-    THINK_TAGS,
-    ThinkTags,
-    tags_of,
-    thinking_behind,
-    thinking_within,
-)
-from lorikeet.answer_stream.tool_syntax import HARMONY, SYNTAXES, ToolSyntax, syntax_of
 from lorikeet.errors import (
     ContextLengthExceeded,
     InvalidInput,
@@ -40,12 +29,23 @@ from lorikeet.protocol.messages import (
     ToolUse,
 )
 from lorikeet.request_defaults import RequestDefaults
+from lorikeet.text.detokenizer import Vocabulary
+from lorikeet.text.harmony import REQUIRED_MARKS
 from lorikeet.text.harmony_prompts import (
     EFFORT,
     harmony_messages,
     harmony_tools,
     harmony_variables,
 )
+from lorikeet.text.reasoning import (
+    MISTRAL_TAGS,
+    THINK_TAGS,
+    ThinkTags,
+    tags_of,
+    thinking_behind,
+    thinking_within,
+)
+from lorikeet.text.tools.syntax import HARMONY, SYNTAXES, ToolSyntax, syntax_of
 
 if TYPE_CHECKING:  # it takes a second
     from transformers import PreTrainedTokenizerFast

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter
 from pydantic import Field
 
+from lorikeet.apis.body import Body
 from lorikeet.catalog.names import DEFAULT_ALIAS
 from lorikeet.catalog.records import PinKey
 from lorikeet.catalog.rules.limits import HIGHEST_PRIORITY, LONGEST_LIFE_S
@@ -19,7 +20,7 @@ from lorikeet.errors import InvalidInput, NotFound
 from lorikeet.gateway.admin.pin_report import PinReporter
 from lorikeet.gateway.admin.serializers import dry_run_json, pin_json, pin_status_json
 from lorikeet.gateway.auth import Actor
-from lorikeet.gateway.body import Body, json_body
+from lorikeet.gateway.body import json_body
 from lorikeet.gateway.services import Services
 from lorikeet.request_defaults import MAX_SYSTEM_PROMPT_BYTES
 from lorikeet_engine.adapter import Residency

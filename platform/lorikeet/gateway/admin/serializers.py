@@ -175,6 +175,10 @@ def tenant_json(tenant: TenantRecord) -> Json:
         "pin_budget_bytes": tenant.pin_budget_bytes,
         "max_rank": tenant.max_rank,
         "max_adapter_bytes": tenant.max_adapter_bytes,
+        "files_bytes": tenant.files_bytes,
+        "max_files": tenant.max_files,
+        "open_batches": tenant.open_batches,
+        "batch_lines": tenant.batch_lines,
         "created": tenant.created,
     }
 
