@@ -201,6 +201,8 @@ ADMINS: set[Route] = {
     ("PUT", "/pins/{tenant}/{name}"),
     ("DELETE", "/pins/{tenant}"),
     ("DELETE", "/pins/{tenant}/{name}"),
+    ("GET", "/pins/{tenant}/{name}/prompt"),
+    ("DELETE", "/pins/{tenant}/{name}/prompt"),
     ("GET", "/tenants"),
     ("POST", "/tenants"),
     ("GET", "/tenants/{tenant}"),
