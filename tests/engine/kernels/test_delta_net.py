@@ -10,9 +10,12 @@ from hypothesis import strategies as st
 from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen
 
 from lorikeet_engine.kernels import delta_net
-from lorikeet_engine.kernels.delta_net import Decodes, Heads, Prefills, reference
+from lorikeet_engine.kernels.delta_net import Decodes, Heads, Prefills
 from lorikeet_engine.kernels.lora.types import LoraDelta
+from tests.engine.kernels.definitions import in_torch
 from tests.engine.kernels.delta_net_inputs import CPU, HEADS, Inputs, inputs
+
+reference = in_torch(delta_net)
 
 ODD = (1, 2, 3, 5, 31, 63, 64, 65, 67, 127, 128, 129, 191, 193, 200)
 

@@ -6,18 +6,14 @@ from itertools import pairwise
 import pytest
 import torch
 
-from lorikeet_engine.kernels.delta_net import (
-    CHUNK,
-    Decay,
-    Decodes,
-    Heads,
-    Prefills,
-    fused,
-    reference,
-)
+from lorikeet_engine.kernels import delta_net
+from lorikeet_engine.kernels.delta_net import CHUNK, Decay, Decodes, Heads, Prefills, fused
 from lorikeet_engine.kernels.lora.types import LoraDelta
 from tests.engine.interpreter import DEVICES, KINDS, slow
+from tests.engine.kernels.definitions import in_torch
 from tests.engine.kernels.delta_net_inputs import HEADS, Inputs, inputs
+
+reference = in_torch(delta_net)
 
 REAL = Heads(1, 2, 128, 128)
 STATES = pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])

@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from lorikeet_engine.kernels.fp8 import Fp8Rows
-from lorikeet_engine.kernels.fp8.reference import quantize_weight
+from lorikeet_engine.kernels.fp8 import Fp8Rows, quantize_weight
 from lorikeet_engine.kernels.gemv import GemvConfig, gemv, gemv_act_and_mul
 from lorikeet_engine.kernels.pointwise.fused import act_and_mul
 from tests.engine.interpreter import INTERPRETED, slow

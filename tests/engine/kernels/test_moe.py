@@ -7,11 +7,14 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from lorikeet_engine.kernels.fp8 import DTYPE, Activations, Fp8Rows
-from lorikeet_engine.kernels.fp8.reference import quantize_rows, quantize_weight
+from lorikeet_engine.kernels import moe
+from lorikeet_engine.kernels.fp8 import DTYPE, Activations, Fp8Rows, quantize_rows, quantize_weight
 from lorikeet_engine.kernels.lora.types import LoraDelta
-from lorikeet_engine.kernels.moe import Clamp, Sigmoids, expert_products, reference
+from lorikeet_engine.kernels.moe import Clamp, Sigmoids, expert_products
 from tests.engine.interpreter import KINDS, random, slow
+from tests.engine.kernels.definitions import in_torch
+
+reference = in_torch(moe)
 
 # tokens, experts, per_token: also more experts than rows, and all experts of each token
 ROUTES = [(1, 8, 2), (7, 3, 1), (5, 128, 8), (33, 6, 6), (130, 60, 4)]

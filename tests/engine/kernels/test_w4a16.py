@@ -9,10 +9,14 @@ from dataclasses import replace
 import pytest
 import torch
 
+from lorikeet_engine.kernels import w4a16
 from lorikeet_engine.kernels.lora.linear import linear
 from lorikeet_engine.kernels.split_k import ProductConfig
-from lorikeet_engine.kernels.w4a16 import StackedWeight, fused, pack, reference, stack
+from lorikeet_engine.kernels.w4a16 import StackedWeight, fused, pack, stack
 from tests.engine.interpreter import INTERPRETED
+from tests.engine.kernels.definitions import in_torch
+
+reference = in_torch(w4a16)
 
 KINDS = (
     [("cpu", torch.float32), ("cpu", torch.float16)]
