@@ -96,7 +96,6 @@ def test_answers_are_timed_from_their_due_time_and_only_complete_ones_count(serv
     assert '"completion_tokens":3' in found["short", 0].last_bytes
     assert found["broken", 0].failure == "the stream broke off"
     assert found["refused", 0].failure == "503 overloaded"
-    assert [one.retry_after_s for one in (first, found["refused", 0])] == [None, 7.0]
     (asked,) = (body for body in seen if body["model"] == "late")
     assert asked["prompt"] == random_prompt(request("late"), 100)
     assert (asked["max_tokens"], asked["temperature"]) == (TOKENS, 0.0)

@@ -15,7 +15,6 @@ from lorikeet.simulator.replica import SimulatedReplica
 from lorikeet.simulator.traffic import BASE_MODEL, FleetSetup, Requests
 from lorikeet.simulator.workload_models import Floats, Ints
 from lorikeet_engine.adapter import Residency
-from lorikeet_engine.residency.eviction_score import EvictionPolicy
 
 
 class Router(Protocol):
@@ -30,41 +29,35 @@ class Router(Protocol):
 
 
 class SimulatedFleet:
-    """One run of a fleet under one router and one eviction policy.
+    """One run of a fleet under one router.
 
-    prompts, answers, adapter_of, tenant_of: tokens, adapter and tenant of each request, [requests].
+    prompts, answers, adapter_of: tokens and adapter of each request, [requests].
     ranks, sizes, names: LoRA rank, bytes and name of each adapter, [adapters].
     replicas: all replicas.
     ttft_s: seconds to the first token, [requests].
     found: tier of the adapter when the request came, GPU for the base model, [requests].
-    served_by: number of the replica, [requests].
-    in_flight: number of requests that still wait for tokens.
     gaps: number of tokens by the time since the previous token, in units of 0.1 ms.
-    loads: start time and bytes of each load onto a GPU.
+    loads: number of loads onto GPUs.
     on_gpu, on_host, on_disk: replicas that hold each adapter in this tier, [adapters]; on_gpu
         includes replicas that are loading the adapter.
+
+    gaps and loads count from the end of the warm-up.
     """
 
-    def __init__(
-        self, setup: FleetSetup, requests: Requests, router: Router, policy: EvictionPolicy
-    ) -> None:
-        self.setup, self.requests, self._router, self.policy = setup, requests, router, policy
+    def __init__(self, setup: FleetSetup, requests: Requests, router: Router) -> None:
+        self.setup, self.requests, self._router = setup, requests, router
         self.prompts: list[int] = requests.prompts.tolist()
         self.answers: list[int] = requests.answers.tolist()
         adapters = requests.adapters.tolist()
         self.adapter_of: list[int | None] = [
             None if each == BASE_MODEL else each for each in adapters
         ]
-        tenants = requests.tenants
-        self.tenant_of: list[int] = [0] * len(requests) if tenants is None else tenants.tolist()
         self.ranks: list[int] = setup.ranks.tolist()
         self.sizes: list[int] = setup.sizes.tolist()
         self.ttft_s: Floats = np.full(len(requests), math.nan)
         self.found: Ints = np.zeros(len(requests), int)
-        self.served_by: Ints = np.zeros(len(requests), int)
         self.gaps: defaultdict[int, float] = defaultdict(float)
-        self.loads: list[tuple[float, int]] = []
-        self.in_flight = 0
+        self.loads = 0
         self.on_gpu: list[list[SimulatedReplica]] = [[] for _ in self.sizes]
         self.on_host: list[list[SimulatedReplica]] = [[] for _ in self.sizes]
         self.on_disk: list[list[SimulatedReplica]] = [[] for _ in self.sizes]
@@ -78,7 +71,7 @@ class SimulatedFleet:
         for _ in range(setup.replicas):
             self._add_replica()
         self._pin()
-        self.schedule(setup.warm_up_s, lambda _: self.gaps.clear())
+        self.schedule(setup.warm_up_s, self._end_warm_up)
 
     @property
     def hits(self) -> NDArray[np.bool_]:
@@ -91,8 +84,8 @@ class SimulatedFleet:
         for request, at_s in enumerate(self._arrived_s):
             self._run_until(at_s)
             self._now_s = at_s
-            self.in_flight += 1
-            self._send(request, at_s)
+            replica = self._router.route(self, request, at_s)
+            self.found[request] = replica.submit(request, at_s)
         self._run_until(math.inf)
 
     def schedule(self, time_s: float, act: Callable[[float], object]) -> None:
@@ -104,24 +97,9 @@ class SimulatedFleet:
         assert math.isnan(self.ttft_s[request])
         self.ttft_s[request] = now_s - self._arrived_s[request]
 
-    def on_end(self) -> None:
-        """Record that a request has its last token."""
-        self.in_flight -= 1
-
-    def on_load_requested(self, adapter: int, replica: SimulatedReplica) -> None:
-        """Record that a replica will load an adapter to its GPU for requests."""
-        if replica not in self.on_gpu[adapter]:
-            self.on_gpu[adapter].append(replica)
-
-    def on_load_started(self, adapter: int, replica: SimulatedReplica) -> None:
-        """Record that a replica begins to copy an adapter to its GPU."""
-        self.on_load_requested(adapter, replica)
-        self.loads.append((self._now_s, self.sizes[adapter]))
-
-    def _send(self, request: int, now_s: float) -> None:
-        replica = self._router.route(self, request, now_s)
-        self.served_by[request] = replica.number
-        self.found[request] = replica.submit(request, now_s)
+    def _end_warm_up(self, _now_s: float) -> None:
+        self.gaps.clear()
+        self.loads = 0
 
     def _run_until(self, end_s: float) -> None:
         while self._events and self._events[0][0] <= end_s:

@@ -1,4 +1,4 @@
-"""Simulator compared with queueing theory; no request is lost and no state is left."""
+"""Simulator compared with queueing theory and caching theory."""
 
 import math
 from dataclasses import replace
@@ -6,37 +6,30 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from loadtest.simulator.baselines import ROUTERS, oracle
-from loadtest.simulator.scenario import Scenario
-from lorikeet.routing.ranking import H200_LLAMA_8B, RoutingStatus
+from lorikeet.routing.ranking import H200_LLAMA_8B
 from lorikeet.simulator.fleet import SimulatedFleet
 from lorikeet.simulator.memory import Arena, Link
+from lorikeet.simulator.router import LeastCostRouter
 from lorikeet.simulator.workload_models import Zipf
-from lorikeet_engine.residency.eviction_score import LeastRecentlyUsed, LeastUsedForItsSize
-from tests.simulator.idle import idle
+from lorikeet_engine.residency.eviction_score import LeastRecentlyUsed
+from tests.simulator.scenario import Scenario
 
 SMALL = Scenario(adapters=200, replicas=4, duration_s=90.0, warm_up_s=20.0, reshuffle_s=30.0)
 
 
-def run(scenario, router="lorikeet", policy=None):
-    fleet = fleet_of(scenario, router, policy)
+def run(scenario):
+    fleet = fleet_of(scenario)
     fleet.run()
     return fleet
 
 
-def fleet_of(scenario, router="lorikeet", policy=None):
-    routed = ROUTERS[router](scenario.seed)
-    return SimulatedFleet(
-        scenario.setup(), scenario.requests(), routed, policy or LeastUsedForItsSize()
-    )
+def fleet_of(scenario):
+    return SimulatedFleet(scenario.setup(), scenario.requests(), LeastCostRouter(scenario.seed))
 
 
-def fixed_lengths(monkeypatch, prompt, answer):
-    draws = {"conv": _Fixed(prompt, answer)}
-    monkeypatch.setattr("loadtest.simulator.scenario.LENGTH_MODELS", draws)
+class Fixed:
+    """Length model of one length for prompts and one for answers."""
 
-
-class _Fixed:
     def __init__(self, prompt, answer):
         self.lengths = prompt, answer
 
@@ -44,67 +37,46 @@ class _Fixed:
         return tuple(np.full(requests, length) for length in self.lengths)
 
 
-@pytest.mark.parametrize("router", ROUTERS)
-@pytest.mark.parametrize(
-    "changes", [{}, {"disk_room": 0.1, "host_room": 0.05}, {"base_share": 0.3}]
-)
-def test_every_request_is_answered_once_and_no_state_is_left(router, changes):
-    scenario = replace(SMALL, **changes)
-    fleet = run(scenario, router)
-    assert np.isfinite(fleet.ttft_s).all()
-    steps, prompts = scenario.costs.steps, fleet.requests.prompts
-    cheapest_s = min(steps.rows_s(n) / n for n in range(1, steps.step_tokens + 1))
-    least_s = cheapest_s * prompts + steps.prompt_seen_s * prompts**2 / 2
-    assert (fleet.ttft_s >= least_s - 1e-9).all()
-    assert fleet.in_flight == 0
-    for replica in fleet.replicas:
-        assert idle(replica)
-        assert replica.status == RoutingStatus()
-        held = sum(fleet.sizes[adapter] for adapter in replica.arena.residents)
-        capacity = int(scenario.sizes.sum() * scenario.gpu_room)
-        assert replica.arena.free == capacity - held
-        assert replica.arena.room == capacity
-    tiers = zip(fleet.on_gpu, fleet.on_host, fleet.on_disk, strict=True)
-    for adapter, holders in enumerate(tiers):
-        truth = [
-            [one.number for one in fleet.replicas if adapter in held(one)]
-            for held in (lambda r: r.arena.residents, lambda r: r.host, lambda r: r.disk)
-        ]
-        assert [sorted(one.number for one in tier) for tier in holders] == truth
-
-
-@pytest.mark.parametrize("router", ROUTERS)
-def test_the_same_seed_gives_the_same_run_and_another_gives_another(router):
+def test_the_same_seed_gives_the_same_run_and_another_gives_another():
     scenario = replace(SMALL, duration_s=40.0)
-    first, again = run(scenario, router), run(scenario, router)
+    first, again, other = map(run, (scenario, scenario, replace(scenario, seed=2)))
     assert np.array_equal(first.ttft_s, again.ttft_s)
     assert first.loads == again.loads
-    other = run(replace(scenario, seed=2), router)
     assert len(other.ttft_s) != len(first.ttft_s) or not np.array_equal(other.ttft_s, first.ttft_s)
 
 
 @pytest.mark.parametrize("load", [0.3, 0.7, 0.9])
-def test_prompts_of_one_length_wait_as_in_an_m_d_1_queue(monkeypatch, load):
+def test_prompts_of_one_length_wait_as_in_an_m_d_1_queue(load):
     steps = H200_LLAMA_8B.steps
-    fixed_lengths(monkeypatch, prompt=steps.step_tokens, answer=1)  # each has a step of its own
+    lengths = Fixed(steps.step_tokens, 1)  # each prompt has a step of its own
     service_s = steps.prefill_s(steps.step_tokens, 0)
     scenario = Scenario(
-        replicas=1, base_share=1.0, rate_per_s=load / service_s, duration_s=3000.0, warm_up_s=60.0
+        replicas=1,
+        base_share=1.0,
+        rate_per_s=load / service_s,
+        lengths=lengths,
+        duration_s=3000.0,
     )
     waits_s = run(scenario).ttft_s - service_s
     # Pollaczek and Khinchine: ρ s / (2 (1 − ρ)).
     assert waits_s.mean() == pytest.approx(load * service_s / (2 * (1 - load)), rel=0.1)
 
 
-def test_decodes_alone_take_one_step_a_token(monkeypatch):
-    fixed_lengths(monkeypatch, prompt=16, answer=101)
+def test_decodes_alone_take_one_step_a_token():
     steps = H200_LLAMA_8B.steps
     scenario = Scenario(
-        replicas=1, base_share=1.0, rate_per_s=0.05, duration_s=400.0, warm_up_s=0.0
+        replicas=1,
+        base_share=1.0,
+        rate_per_s=0.05,
+        lengths=Fixed(16, 101),
+        duration_s=400.0,
+        warm_up_s=0.0,
     )
     fleet = fleet_of(scenario)
     ends_s = []
-    fleet.on_end = lambda: ends_s.append(fleet._now_s)
+    (replica,) = fleet.replicas
+    end = replica._end
+    replica._end = lambda request, now_s: (ends_s.append(now_s), end(request, now_s))
     fleet.run()
     expected_s = fleet.requests.times_s + steps.prefill_s(16, 0) + 100 * steps.step_s(1, 0, 17)
     np.testing.assert_allclose(ends_s, expected_s, rtol=1e-9)
@@ -137,22 +109,6 @@ def che_hit_rate(shares, room):
         middle = (low + high) / 2
         low, high = (middle, high) if (-np.expm1(-shares * middle)).sum() < room else (low, middle)
     return float((shares * -np.expm1(-shares * low)).sum())
-
-
-def test_the_oracle_is_better_than_every_router():
-    best = oracle(SMALL)
-    for router in ROUTERS:
-        fleet = run(SMALL, router)
-        counted = fleet.requests.times_s >= SMALL.warm_up_s
-        assert fleet.hits[counted].mean() <= best.hit_rate
-
-
-def test_the_oracle_misses_only_first_uses_when_all_fit():
-    scenario = replace(SMALL, gpu_room=0.25, warm_up_s=0.0)
-    best = oracle(scenario)
-    first_uses = len(np.unique(scenario.requests().adapters))
-    assert best.cold_loads == first_uses
-    assert best.hit_rate == pytest.approx(1 - first_uses / len(scenario.requests()))
 
 
 def test_a_leased_adapter_is_not_evicted():
