@@ -16,7 +16,7 @@ from lorikeet_engine.kernels.pointwise.gates import (
     sigmoid_gate,
 )
 from lorikeet_engine.kernels.pointwise.lora_operands import lora_at, operands
-from lorikeet_engine.kernels.pointwise.rotary_and_store_kv import mean_squares, rotary_and_store_kv
+from lorikeet_engine.kernels.pointwise.rotary import mean_squares, rotary_and_store_kv
 
 __all__ = [
     "act_and_mul",
