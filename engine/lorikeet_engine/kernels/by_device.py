@@ -15,7 +15,7 @@ def by_device(reference: Callable[P, R]) -> Callable[P, R]:
 
     The kernel's function has the name and the parameters of `reference`, and is in the module
     `fused` of its package. The module is imported at the first call on CUDA: a machine without a
-    GPU may have no Triton. The device is that of the first argument.
+    GPU may have no Triton. The device is the attribute `device` of the first argument.
     """
     name, module = reference.__name__, f"{reference.__module__}.fused"
 

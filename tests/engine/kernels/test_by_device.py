@@ -3,6 +3,7 @@
 import inspect
 from importlib import import_module
 from types import SimpleNamespace
+from typing import get_args, get_type_hints
 
 import pytest
 
@@ -32,6 +33,12 @@ def test_an_operator_and_its_kernel_take_the_same_parameters(name):
     assert [(p.name, p.kind, p.default) for p in ours.values()] == [
         (p.name, p.kind, p.default) for p in theirs.values()
     ]
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_an_operators_first_argument_has_a_device(name):
+    first = next(iter(get_type_hints(OPERATORS[name]).values()))
+    assert all(hasattr(kind, "device") for kind in get_args(first) or (first,))
 
 
 def test_the_first_arguments_device_chooses(monkeypatch):

@@ -43,6 +43,11 @@ class LogprobRows:
     packed: torch.Tensor
 
     @property
+    def device(self) -> torch.device:
+        """Device of the log probabilities."""
+        return self.packed.device
+
+    @property
     def most(self) -> int:
         """Number of most likely tokens that a row of `packed` has space for."""
         return self.packed.shape[1] // 2 - 1
