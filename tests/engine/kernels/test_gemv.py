@@ -7,16 +7,9 @@ from torch.nn import functional as F
 from lorikeet_engine.kernels.fp8 import Fp8Rows, quantize_weight
 from lorikeet_engine.kernels.gemv import gemv, gemv_act_and_mul
 from lorikeet_engine.kernels.pointwise.fused import act_and_mul
-from tests.engine.interpreter import INTERPRETED
+from tests.engine.interpreter import INTERPRETED, kinds
 
-KINDS = (
-    [("cpu", torch.float32), ("cpu", torch.float16)]
-    if INTERPRETED
-    else [
-        pytest.param(("cuda", dtype), marks=pytest.mark.gpu)
-        for dtype in (torch.bfloat16, torch.float16)
-    ]
-)
+KINDS = kinds(torch.bfloat16, torch.float16)
 
 
 @pytest.mark.parametrize("kind", KINDS)
