@@ -11,7 +11,7 @@ from lorikeet_engine.kernels.delta_net import CHUNK, Decay, Decodes, Heads, Pref
 from lorikeet_engine.kernels.lora.types import LoraDelta
 from tests.engine.interpreter import DEVICES, KINDS, slow
 from tests.engine.kernels.definitions import in_torch
-from tests.engine.kernels.delta_net_inputs import HEADS, Inputs, inputs
+from tests.engine.kernels.delta_net_inputs import HEADS, Inputs, inputs, recurrence
 
 reference = in_torch(delta_net)
 
@@ -229,7 +229,7 @@ def test_equal_keys_without_decay_are_as_exact_as_others(operators, device):
     exact, prefills = wide(given), Prefills.of([length], [0], device)
     starts = torch.tensor([0, length], device=device)
     operands = reference._operands(exact.qkv, exact.ba, exact.decay, heads)
-    want, _ = reference.recurrence(operands, starts, exact.states[:1])
+    want, _ = recurrence(operands, starts, exact.states[:1])
     o = operators.prefill_delta_rule(
         given.qkv, given.ba, given.decay, given.states, prefills, heads
     )

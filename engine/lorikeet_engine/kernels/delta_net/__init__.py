@@ -26,15 +26,15 @@ state before the current token's correction, and the current token's correction 
     o = (exp(g) S q + u (k · q)) / √key_dim
 so neither S nor a new state is computed until the ring is full.
 
-The torch functions compute in float32, or in float64 if the inputs are float64. `recurrence` and
-`chunked_recurrence` compute the same recurrence token by token and chunk by chunk; Mamba 2 has it,
-too. `fused` takes its kernels from `convolution` and `delta_rule`.
+The torch functions compute in float32, or in float64 if the inputs are float64; `decode_recurrence`
+and `prefill_recurrence` also serve Mamba 2. `fused` takes its kernels from `convolution` and
+`delta_rule`.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -387,56 +387,31 @@ def prefill_recurrence(
         ring.counts[prefills.saves[prefills.saves >= 0].long()] = 0
     behind = dict[int, torch.Tensor]()
     for slot, start, end in _prefilled(prefills):
-        starts, state = torch.tensor([0, end - start]), wide(states[slot : slot + 1])
-        own, mine = slice(start, end), dict[int, torch.Tensor]()
-        mixed, after = chunked_recurrence(operands.of(own), starts, state, mine)
-        states[slot] = after[0].to(states.dtype)
+        own = slice(start, end)
+        mixed, after = chunked_recurrence(operands.of(own), wide(states[slot]))
+        states[slot] = after[-1].to(states.dtype)
         o[own] = (mixed if skip is None else mixed + skip[own]).to(o.dtype)
-        behind |= {start + first: each for first, each in mine.items()}
+        behind |= zip(range(start, end, CHUNK), after, strict=True)
     for first, slot in _saved(prefills):
         states[slot] = behind[first].to(states.dtype)
 
 
-def recurrence(
-    operands: Operands, starts: torch.Tensor, states: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute a recurrence token by token (arXiv 2412.06464, section 3.1).
-
-    starts [sequences + 1] int32: first token of each sequence, and the number of all tokens
-    states [sequences, value_heads, value_dim, key_dim]: states before the first tokens
-    → outputs [tokens, value_heads, value_dim], and states after the last tokens; both in the
-      operands' dtype
-    """
-    o, states = torch.empty_like(operands.v), states.clone()
-    starts, lengths = starts[:-1].long(), starts.diff()
-    for position in range(int(lengths.max())):
-        running = (lengths > position).nonzero().squeeze(1)
-        at = starts[running] + position
-        states[running], o[at] = _next_state(states[running], operands.of(at))
-    return o, states
-
-
 def chunked_recurrence(
-    operands: Operands,
-    starts: torch.Tensor,
-    states: torch.Tensor,
-    behind: dict[int, torch.Tensor] | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute a recurrence by chunks of CHUNK tokens (arXiv 2412.06464, section 3.3).
+    operands: Operands, state: torch.Tensor
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Compute a recurrence of one sequence by chunks of CHUNK tokens (arXiv 2412.06464, section
+    3.3).
 
-    starts [sequences + 1] int32, states: first tokens and states of the sequences
-    behind: dictionary to which the state after each chunk is added, by the chunk's first token;
-      None: states between chunks are not kept
-    → outputs of all tokens, and states after the last tokens, as `recurrence` returns them
+    state [value_heads, value_dim, key_dim]: state before the first token
+    → outputs [tokens, value_heads, value_dim], and the state after each chunk; in the operands'
+      dtype
     """
-    o, states = torch.empty_like(operands.v), states.clone()
-    for sequence, (start, end) in enumerate(pairwise(starts.tolist())):
-        for first in range(start, end, CHUNK):
-            chunk = slice(first, min(first + CHUNK, end))
-            states[sequence], mixed = _chunk(states[sequence], operands.of(chunk))
-            o[chunk] = mixed.transpose(0, 1)
-            if behind is not None:
-                behind[first] = states[sequence].clone()
+    o, states = torch.empty_like(operands.v), list[torch.Tensor]()
+    for first in range(0, len(o), CHUNK):
+        chunk = slice(first, first + CHUNK)
+        state, mixed = _chunk(state, operands.of(chunk))
+        o[chunk] = mixed.transpose(0, 1)
+        states.append(state)
     return o, states
 
 
