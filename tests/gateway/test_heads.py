@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 from transformers.pipelines.text_classification import sigmoid, softmax
 
-from lorikeet.answer_stream.answer import Answer
+from lorikeet.apis.answer import Answer
 from lorikeet.protocol.messages import Call
 from lorikeet.text.call_encoding import encode_call
 from lorikeet_engine.adapter import Problem

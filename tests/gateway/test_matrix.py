@@ -16,10 +16,10 @@ from fastapi.routing import iter_route_contexts
 from typer.main import get_command
 from typer.testing import CliRunner
 
+from lorikeet.apis.errors import TINKER
 from lorikeet.batch_store import BatchStore
 from lorikeet.catalog.records import Scope
 from lorikeet.cli import app as command
-from lorikeet.error_shapes import TINKER
 from lorikeet.gateway.app import create_app
 from lorikeet.gateway.services import Services
 from lorikeet.gateway.tinker import requests as tinker
@@ -195,6 +195,8 @@ ADMINS: set[Route] = {
     ("PUT", "/pins/{tenant}/{name}"),
     ("DELETE", "/pins/{tenant}"),
     ("DELETE", "/pins/{tenant}/{name}"),
+    ("GET", "/pins/{tenant}/{name}/prompt"),
+    ("DELETE", "/pins/{tenant}/{name}/prompt"),
     ("GET", "/tenants"),
     ("POST", "/tenants"),
     ("GET", "/tenants/{tenant}"),

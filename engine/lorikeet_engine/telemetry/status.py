@@ -101,6 +101,7 @@ class HostPageUsage(NamedTuple):
     evicted: number of pages replaced by others.
     damaged: number of pages dropped because the checksum of their fetch was wrong.
     tokens: number of prompt tokens whose pages came from the host.
+    of_prompts: number of the pages in host memory that are kept for pinned prompts.
     """
 
     used: int
@@ -111,6 +112,7 @@ class HostPageUsage(NamedTuple):
     evicted: int
     damaged: int
     tokens: int
+    of_prompts: int = 0
 
 
 class EvictionCandidate(NamedTuple):

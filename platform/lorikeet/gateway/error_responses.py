@@ -1,4 +1,4 @@
-"""Errors as HTTP responses, in the shape of the client's API (lorikeet/error_shapes.py)."""
+"""Errors as HTTP responses, in the shape of the client's API (lorikeet/apis/errors.py)."""
 
 from collections.abc import Mapping
 
@@ -9,7 +9,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Scope
 
-from lorikeet.error_shapes import (
+from lorikeet.apis.body import input_error
+from lorikeet.apis.errors import (
     TINKER,
     ClientApi,
     anthropic_error_body,
@@ -24,7 +25,6 @@ from lorikeet.errors import (
     RequestTimeout,
     status_of,
 )
-from lorikeet.gateway.body import input_error
 from lorikeet.protocol.messages import Endpoint, Refusal
 from lorikeet.retry_after import whole_seconds
 from lorikeet.tenancy.rate_limiter import limit_headers

@@ -11,21 +11,21 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from lorikeet.answer_stream.answer import token_count_body
-from lorikeet.error_shapes import MESSAGES
-from lorikeet.errors import InvalidInput
-from lorikeet.gateway.apis.anthropic_request import CountTokensRequest, MessagesRequest
-from lorikeet.gateway.apis.api_request import ApiRequest, CallContext
-from lorikeet.gateway.apis.chat_request import ChatRequest
-from lorikeet.gateway.apis.completion_request import CompletionRequest
-from lorikeet.gateway.apis.pool_request import (
+from lorikeet.apis.answer import token_count_body
+from lorikeet.apis.chat.request import ChatRequest
+from lorikeet.apis.completions.request import CompletionRequest
+from lorikeet.apis.errors import MESSAGES
+from lorikeet.apis.messages.request import CountTokensRequest, MessagesRequest
+from lorikeet.apis.pooling.request import (
     ClassifyRequest,
     EmbeddingsRequest,
     PoolingRequest,
     ScoreRequest,
     with_pooling,
 )
-from lorikeet.gateway.apis.responses_request import InputTokensRequest, ResponsesRequest
+from lorikeet.apis.request import ApiRequest, CallContext
+from lorikeet.apis.responses.request import InputTokensRequest, ResponsesRequest
+from lorikeet.errors import InvalidInput
 from lorikeet.gateway.auth import Caller, RequestAuthenticator
 from lorikeet.gateway.body import read_body
 from lorikeet.gateway.large_bodies import LargeBodies
@@ -243,7 +243,17 @@ class GenerateEndpoint:
         stores, now = self._stored.stores(body), int(time.time())
         defaults = served.sampling_of(model.defaults)
         body = body.with_sampling_defaults(defaults) if defaults else body
-        context = CallContext(request_id, now, caller, scheduling, model, items, stores, defaults)
+        context = CallContext(
+            request_id,
+            now,
+            caller.tenant.name,
+            caller.max_context,
+            scheduling,
+            model,
+            items,
+            stores,
+            defaults,
+        )
         call = with_pooling(
             body.to_call(context), served.head, served.embedder, served.shape.hidden
         )

@@ -149,9 +149,9 @@ class AnswerMarks(NamedTuple):
     """Marks of tool calls and of thinking in answers with an adapter's own chat template, which may
     differ from the base model's.
 
-    syntax: name of the syntax of tool calls (answer_stream/tool_syntax.py); None if it has no known
+    syntax: name of the syntax of tool calls (text/tools/syntax.py); None if it has no known
         one.
-    tags: tags of thinking, the fields of ThinkTags (answer_stream/reasoning.py).
+    tags: tags of thinking, the fields of ThinkTags (text/reasoning.py).
     """
 
     syntax: str | None
@@ -268,7 +268,7 @@ class EncodedCall:
     attempt: number of replicas that were sent the call before.
     lost: replicas that were lost with the call; it is sent to one of them again only if there is no
         other.
-    log: what the lost replicas have generated (answer_stream/output_log.py), after which the answer
+    log: what the lost replicas have generated (protocol/output_log.py), after which the answer
         goes on; b"" for a new answer.
     made_tokens: number of tokens in `log`.
     """

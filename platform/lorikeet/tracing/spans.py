@@ -34,7 +34,7 @@ from opentelemetry.trace import (
 )
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from lorikeet.error_shapes import api_of_path, error_status
+from lorikeet.apis.errors import api_of_path, error_status
 from lorikeet.request_log.record import RequestRecord, engine_s
 from lorikeet_engine.request import EngineTimings
 
