@@ -328,6 +328,8 @@ class PinRecord:
     expires: Unix seconds; None: never.
     created: Unix seconds; a change of options does not change it.
     actor: author, such as a key's id.
+    prompt: system prompt of the adapter's chats, whose KV pages replicas compute before users ask;
+        None: no prompt.
     """
 
     tenant: str
@@ -340,6 +342,7 @@ class PinRecord:
     expires: float | None
     created: float
     actor: str
+    prompt: str | None = None
 
     @property
     def key(self) -> PinKey:
