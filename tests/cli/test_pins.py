@@ -2,6 +2,7 @@
 
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,24 @@ def test_pins_are_listed_and_removed(registered: Lorikeet) -> None:
     assert row == [*facts, "launch", "[day]"]
     assert registered.do("unpin", "acme/support") == "Unpinned acme/support.\n"
     assert json.loads(registered.do("pins", "--json")) == {"data": []}
+
+
+def test_a_pins_prompt_is_read_shown_and_removed(registered: Lorikeet, tmp_path: Path) -> None:
+    file = tmp_path / "prompt.txt"
+    file.write_text("You are a clerk.\n")
+    registered.do("pin", "acme/support", "--prompt", str(file))
+    registered.do("pin", "acme/support", "--priority", "1")
+    assert "16 B on 0 of 0" in registered.do("pins")
+    assert registered.do("pins", "--prompt", "acme/support") == "You are a clerk.\n"
+    assert "stays pinned" in registered.do("unpin", "acme/support", "--prompt")
+    assert "16 B" not in registered.do("pins")
+    assert pins_of(registered)["acme/support"]["priority"] == 1
+
+
+def test_status_counts_computed_prompts(registered: Lorikeet) -> None:
+    one = replica("r1", 2**20)
+    registered.engines.said = [replace(one, prompts={"a": None, "b": ""}), one]
+    assert "; prompts: 1 of 2 computed" in registered.do("status")
 
 
 def replica(name: str, gpu: int, *adapters: AdapterStatus) -> ReplicaReport:

@@ -31,6 +31,7 @@ EVERY_LIMIT = """
     --requests-per-min 600 --tokens-per-min 1M --burst 30s --concurrent 8 --context 8192
     --tokens-per-month 500M --cost-per-month 99.50 --adapters 20 --bytes 2GiB
     --pinned-bytes 1GiB --rank 32 --adapter-bytes 512MiB --weight 2
+    --files-bytes 256MiB --files 100 --open-batches 3 --batch-lines 16
 """
 
 
@@ -51,6 +52,10 @@ def test_every_limit_is_set_shown_and_lifted(lorikeet: Lorikeet) -> None:
         "pin_budget_bytes": 1 << 30,
         "max_rank": 32,
         "max_adapter_bytes": 512 << 20,
+        "files_bytes": 1 << 28,
+        "max_files": 100,
+        "open_batches": 3,
+        "batch_lines": 16,
     }
     shown = lorikeet.do("tenants", "show", "acme")
     for words in (

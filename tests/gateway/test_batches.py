@@ -290,6 +290,15 @@ def test_no_more_batches_are_open_than_a_tenant_may_have(gateway: Gateway) -> No
         client.batches.cancel(batch.id)
 
 
+def test_a_tenant_may_have_a_limit_of_its_own_on_open_batches(gateway: Gateway) -> None:
+    gateway.engines.replay = stuck
+    gateway.admin("PATCH", "/tenants/acme", {"open_batches": 1})
+    first = make(gateway, [line("a")])
+    with pytest.raises(openai.RateLimitError, match="it may have 1: wait for one to end, cancel"):
+        make(gateway, [line("b")])
+    gateway.openai().batches.cancel(first.id)
+
+
 def test_a_huge_line_is_refused_and_never_whole_in_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from openai import OpenAI
 
-from lorikeet.answer_stream.pooled_format import embedding
+from lorikeet.apis.pooling.answer import embedding
 from lorikeet.gateway.services import ServedModel
 from lorikeet_engine.adapter import Embedder, Head, Pooling
 from lorikeet_engine.adapter_format import write_blob

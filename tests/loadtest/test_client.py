@@ -20,7 +20,7 @@ PROMPT, TOKENS = 5, 4
 
 
 def event(choices: list[dict[str, Any]], **more: Any) -> bytes:
-    """Return an event as answer_stream/openai_format.py writes it: without spaces."""
+    """Return an event as apis/chat/answer.py writes it: without spaces."""
     return (
         b"data: "
         + json.dumps({"choices": choices, **more}, separators=(",", ":")).encode()

@@ -120,6 +120,20 @@ def test_a_cached_prefix_and_a_started_load_lower_the_cost():
     assert cost_s(now=idle) < cost_s(tier=Residency.DISK, now=begun, loading=True) < cold
 
 
+def test_a_prefix_on_the_host_costs_its_fetch_or_its_computation():
+    work = Work(prompt_tokens=4000)
+
+    def prefill_s(**given):
+        return expected_cost(work, option(**given)).prefill_s
+
+    on_gpu, uncached = prefill_s(cached_tokens=3840), prefill_s()
+    on_host = {"cached_tokens": 3840, "host_tokens": 3840}
+    fetched = prefill_s(**on_host, host_bytes=480 * MB)
+    assert fetched == pytest.approx(on_gpu + COSTS.loads.load_s(Residency.HOST, 480 * MB))
+    assert fetched < uncached
+    assert prefill_s(**on_host, host_bytes=10**6 * MB) == uncached
+
+
 def test_many_sequences_cost_others_more_than_one():
     assert cost_s(WORK._replace(sequences=8)) > cost_s()
     nearly_full = status(running=250)

@@ -37,6 +37,7 @@ from lorikeet_engine.adapter_format import (
     AdapterMemory,
     BaseCopy,
     BaseShape,
+    WholeModule,
     base_head,
     quantized_linears,
     read_config,
@@ -86,6 +87,18 @@ class EngineClient(Protocol):
         copies.
 
         copies: the adapter's copies.
+        """
+        ...
+
+    async def changed_rows(
+        self, base_model: str, modules: Sequence[WholeModule]
+    ) -> Mapping[str, Sequence[int]]:
+        """Let a replica compare an adapter's whole modules with the base model's own.
+
+        Return the ids of the rows that differ, by module; a module that cannot be compared is left
+        out. Raises LorikeetError if no replica compares the modules.
+
+        modules: the modules, with a digest of each row.
         """
         ...
 
