@@ -53,7 +53,7 @@ def save_adapter(checkpoint: Path, folder: Path, seed: int = 0, **lora: Any) -> 
                 weight.data *= 1 + torch.randn_like(weight) / 5
             if weight.requires_grad and name.endswith("bias") and "lora_B" not in name:
                 weight.data += torch.randn_like(weight) / 10
-            if "trainable_tokens_delta" in name:
+            if "trainable_tokens_delta" in name or "modules_to_save" in name:
                 weight.data += torch.randn_like(weight) * weight.std()
     return _saved(model, folder)
 

@@ -9,7 +9,6 @@ from dataclasses import replace
 import grpc
 import pytest
 
-from lorikeet.answer_stream.output_log import logged
 from lorikeet.errors import GenerationFailed, ReplicasLost, Unavailable
 from lorikeet.protocol.messages import (
     AnswerHeader,
@@ -23,6 +22,7 @@ from lorikeet.protocol.messages import (
     ResumeReason,
     Work,
 )
+from lorikeet.protocol.output_log import logged
 from lorikeet.routing.ranking import RoutingRequest
 from lorikeet.serving import engine_client as engines_module
 from lorikeet.serving.engine_client import ServeEngineClient

@@ -1,4 +1,4 @@
-"""Errors as HTTP responses, in the shape of the client's API (lorikeet/error_shapes.py)."""
+"""Errors as HTTP responses, in the shape of the client's API (lorikeet/apis/errors.py)."""
 
 from collections.abc import Mapping
 
@@ -9,7 +9,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Scope
 
-from lorikeet.error_shapes import (
+from lorikeet.apis.body import input_error
+from lorikeet.apis.errors import (
     TINKER,
     ClientApi,
     anthropic_error_body,
@@ -24,7 +25,6 @@ from lorikeet.errors import (
     RequestTimeout,
     status_of,
 )
-from lorikeet.gateway.body import input_error
 from lorikeet.protocol.messages import Endpoint, Refusal
 from lorikeet.retry_after import whole_seconds
 from lorikeet.tenancy.rate_limiter import limit_headers
@@ -62,11 +62,11 @@ _TINKER = (
 _ENDPOINTS = {
     "": _BELOW,
     **dict.fromkeys(("chat", "completions", "models", "responses", "files", "batches"), ""),
-    **dict.fromkeys(("classify", "score", "pooling", "embeddings"), ""),
+    **dict.fromkeys(("classify", "score", "pooling", "rerank", "embeddings"), ""),
     "conversations": _CHAT,
     "messages": _ONE_BY_ONE,
     **dict.fromkeys(("load_lora_adapter", "unload_lora_adapter"), _LOADS),
-    **dict.fromkeys(("rerank", "moderations", "audio", "images"), _TEXT),
+    **dict.fromkeys(("moderations", "audio", "images"), _TEXT),
     **dict.fromkeys(("uploads", "fine_tuning", "assistants", "threads"), _TEXT),
 }
 """Advice in the 404 for endpoints that do not exist but that clients may call, by the first part of
@@ -96,6 +96,7 @@ _PARAMS = {
     Endpoint.CLASSIFY: {"prompt": "input"},
     Endpoint.SCORE: {"prompt": "input"},
     Endpoint.POOLING: {"prompt": "input"},
+    Endpoint.RERANK: {"prompt": "documents"},
     Endpoint.EMBEDDINGS: {"prompt": "input"},
 }
 """Names of request fields at each endpoint, by the names that replicas and engines use in errors

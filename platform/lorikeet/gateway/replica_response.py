@@ -8,9 +8,9 @@ from typing import Any, Protocol
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from lorikeet.answer_stream.anthropic_format import failed_message_event
-from lorikeet.answer_stream.openai_format import failed_completion_event
-from lorikeet.answer_stream.responses_format import failed_response_event
+from lorikeet.apis.chat.answer import failed_completion_event
+from lorikeet.apis.messages.answer import failed_message_event
+from lorikeet.apis.responses.answer import failed_response_event
 from lorikeet.errors import GenerationFailed, LorikeetError, Unavailable
 from lorikeet.gateway.client_disconnect import run_until_disconnect
 from lorikeet.gateway.error_responses import OK, Refused

@@ -14,8 +14,6 @@ from typing import Any, cast
 from ray.exceptions import RayTaskError
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
-from lorikeet.answer_stream.output_log import tokens_in
-from lorikeet.answer_stream.response_stream import DeltaGroup, ResponseBuffer, ResponseBuffers
 from lorikeet.errors import GenerationFailed, LorikeetError, ReplicasLost, Unavailable
 from lorikeet.logs import log_unexpected
 from lorikeet.parity.figures import Parity
@@ -30,8 +28,10 @@ from lorikeet.protocol.messages import (
     SmokeTest,
     StreamItem,
 )
+from lorikeet.protocol.output_log import tokens_in
 from lorikeet.protocol.parity import ParityTest
 from lorikeet.protocol.replica_report import ReplicaReport
+from lorikeet.protocol.response_stream import DeltaGroup, ResponseBuffer, ResponseBuffers
 from lorikeet.retry_after import NO_REPLICA_S
 from lorikeet.routing.fleet import HEADER_AGE_S, Fleet
 from lorikeet.serving.fleet_registry import fleet_of
@@ -46,7 +46,7 @@ from lorikeet.serving.replica_calls import (
 from lorikeet.serving.status_subscriber import StatusSubscriber
 from lorikeet.tenancy.token_bucket import TokenBucket
 from lorikeet_engine.adapter import AdapterRef, Residency
-from lorikeet_engine.adapter_format import BaseCopy
+from lorikeet_engine.adapter_format import BaseCopy, WholeModule
 from lorikeet_engine.errors import LoadFault
 
 log = logging.getLogger(__name__)
@@ -196,6 +196,21 @@ class ServeEngineClient:
             return cast("list[str]", await self._handles[base_model].changed_copies.remote(copies))
         except (RayTaskError, *REPLICA_LOST) as error:
             raise _translated(error, "changed_copies") from error
+
+    async def changed_rows(
+        self, base_model: str, modules: Sequence[WholeModule]
+    ) -> dict[str, list[int]]:
+        """Ask a replica for the rows of whole modules that differ from the base model's.
+
+        modules: modules that an adapter has trained whole.
+
+        Raises Unavailable if the replica is lost, GenerationFailed if the replica's code failed.
+        """
+        try:
+            found = await self._handles[base_model].changed_rows.remote(modules)
+            return cast("dict[str, list[int]]", found)
+        except (RayTaskError, *REPLICA_LOST) as error:
+            raise _translated(error, "changed_rows") from error
 
     async def deliver(self, base_model: str, ref: AdapterRef, blob: Path) -> bool:
         """Have all replicas hold an adapter in host memory; return True if all do.
