@@ -17,8 +17,7 @@ from lorikeet_engine.adapter_format import (
 )
 from lorikeet_engine.kernels.fp8 import DTYPE, LARGEST, Fp8Rows
 from lorikeet_engine.kernels.lora.linear import FusedWeight
-from lorikeet_engine.kernels.moe import Mxfp4Experts
-from lorikeet_engine.kernels.moe.mxfp4 import BLOCK, BLOCKS, SCALE_OFFSET
+from lorikeet_engine.kernels.moe.mxfp4 import BLOCK, BLOCKS, SCALE_OFFSET, Mxfp4Experts
 from lorikeet_engine.kernels.w4a16 import PackedWeight, StackedWeight, pack
 from lorikeet_engine.kernels.w4a16 import stack as stacked
 from lorikeet_engine.models.checkpoint import Checkpoint

@@ -21,6 +21,7 @@ class EngineInfo:
     tensor_parallel: number of GPUs, or processes on a CPU, among which the base model is divided.
     dtype: data type of activations, such as bfloat16.
     generates: whether the base model has lm_head; without it, it only pools prompts.
+    kv_tokens: number of tokens that the KV pages on the GPUs hold; 0: unknown.
     """
 
     vocab_size: int
@@ -32,6 +33,7 @@ class EngineInfo:
     tensor_parallel: int = 1
     dtype: str = "float32"
     generates: bool = True
+    kv_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

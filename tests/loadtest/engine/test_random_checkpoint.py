@@ -17,7 +17,7 @@ from loadtest.engine.random_model import (
     write_config,
 )
 from lorikeet_engine.adapter_format import Quantization
-from lorikeet_engine.kernels.moe import Mxfp4Experts
+from lorikeet_engine.kernels.moe.mxfp4 import Mxfp4Experts
 from lorikeet_engine.kernels.w4a16 import PackedWeight
 from lorikeet_engine.models.config import ModelConfig
 from lorikeet_engine.models.cut import Cut
