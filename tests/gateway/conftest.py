@@ -54,7 +54,13 @@ from lorikeet.text.choice import Choice, Ending
 from lorikeet.text.logprobs import LogprobsJson
 from lorikeet.text.prompts import PromptEncoder
 from lorikeet_engine.adapter import AdapterRef, Residency
-from lorikeet_engine.adapter_format import AdapterLimits, BaseCopy, BaseShape, write_blob
+from lorikeet_engine.adapter_format import (
+    AdapterLimits,
+    BaseCopy,
+    BaseShape,
+    WholeModule,
+    write_blob,
+)
 from lorikeet_engine.telemetry.status import EngineStatus, LiveStats, TierStatus
 from tests.placement.builders import held
 from tests.waiting import eventually
@@ -289,6 +295,7 @@ class ReplayEngines:
         self.serves = True
         self.takes_pushes = True
         self.expected: list[tuple[str, str, Path, int]] = []
+        self.changed: list[int] = []  # rows of whole modules that differ from the base model's
         self.held: dict[str, bytes] = {}  # blobs that replicas hold, by digest
 
     async def stream_answer(self, base_model: str, encoded: EncodedCall) -> Items:
@@ -313,6 +320,11 @@ class ReplayEngines:
 
     async def changed_copies(self, base_model: str, copies: Sequence[BaseCopy]) -> list[str]:
         return [copy.module for copy in copies if copy.sha256 not in self.base_matrices]
+
+    async def changed_rows(
+        self, base_model: str, modules: Sequence[WholeModule]
+    ) -> dict[str, list[int]]:
+        return {module.module: self.changed for module in modules}
 
     async def deliver(self, base_model: str, ref: AdapterRef, blob: Path) -> bool:
         if self.takes_pushes:

@@ -32,6 +32,7 @@ _PARAMS = {
     Endpoint.CLASSIFY: {"prompt": "input"},
     Endpoint.SCORE: {"prompt": "input"},
     Endpoint.POOLING: {"prompt": "input"},
+    Endpoint.RERANK: {"prompt": "documents"},
     Endpoint.EMBEDDINGS: {"prompt": "input"},
 }
 """Names of request fields at each endpoint, by the names that replicas and engines use in errors

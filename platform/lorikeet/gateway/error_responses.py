@@ -63,11 +63,11 @@ _TINKER = (
 _ENDPOINTS = {
     "": _BELOW,
     **dict.fromkeys(("chat", "completions", "models", "responses", "files", "batches"), ""),
-    **dict.fromkeys(("classify", "score", "pooling", "embeddings"), ""),
+    **dict.fromkeys(("classify", "score", "pooling", "rerank", "embeddings"), ""),
     "conversations": _CHAT,
     "messages": _ONE_BY_ONE,
     **dict.fromkeys(("load_lora_adapter", "unload_lora_adapter"), _LOADS),
-    **dict.fromkeys(("rerank", "moderations", "audio", "images"), _TEXT),
+    **dict.fromkeys(("moderations", "audio", "images"), _TEXT),
     **dict.fromkeys(("uploads", "fine_tuning", "assistants", "threads"), _TEXT),
 }
 """Advice in the 404 for endpoints that do not exist but that clients may call, by the first part of

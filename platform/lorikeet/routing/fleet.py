@@ -114,6 +114,7 @@ class Fleet:
                 return
             for gone in self._replicas.keys() - set(names):
                 self._locations.remove_replica(gone)
+                self._prefixes.remove_replica(gone)
                 self._lost_s.pop(gone, None)
             self._replicas = {
                 name: self._replicas.get(name) or TrackedReplica(name, self._costs)
@@ -244,6 +245,9 @@ class Fleet:
                     now_s,
                     queue_length(name),
                     fetchable=fetchable,
+                    host_tokens=self._prefixes.host_tokens(
+                        request.prefix_hashes, name, cached.get(name, 0)
+                    ),
                 )
                 for name in dict.fromkeys([*sample, *self._filter_usable(cached)])
             ]
@@ -289,7 +293,8 @@ class Fleet:
                 sent = self._in_flight[request_id]
             if sent is not None:
                 sent.accepted_s = self._clock()
-                self._prefixes.add(sent.request.prefix_hashes, replica)
+                room = sent.replica.prefix_room
+                self._prefixes.add(sent.request.prefix_hashes, replica, room)
 
     def accepted_by(self, request_id: str) -> str | None:
         """Return the replica that accepted a request; None if none has."""

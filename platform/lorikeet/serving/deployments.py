@@ -32,6 +32,7 @@ from lorikeet.gateway.services import Services, read_base_models
 from lorikeet.gateway.vllm.requests import PATHS as VLLM_PATHS
 from lorikeet.logs import log_to_stderr
 from lorikeet.metrics.gateway import GatewayMetrics
+from lorikeet.replica.engine_settings import adapter_memory, device_of
 from lorikeet.replica.replica import Replica
 from lorikeet.response_store import ResponseStore
 from lorikeet.retry_after import FULL_PROXY_S
@@ -117,8 +118,6 @@ def reserved_resources(settings: Settings) -> dict[str, float]:
 
 def _gpus(settings: Settings, base_model: str) -> int:
     """Return the number of GPUs that a replica reserves."""
-    from lorikeet.replica.engine_settings import device_of  # imports torch, which only this needs
-
     return settings.tensor_parallel[base_model] if device_of(settings) == "cuda" else 0
 
 
@@ -150,8 +149,6 @@ def gateway(
     engines: deployment of the engines of each base model.
     controller: bound so that Serve deploys the controller too; no request uses it.
     """
-    from lorikeet.replica.engine_settings import adapter_memory  # imports torch, as in _gpus
-
     deployment = serve.deployment(
         name="gateway",
         num_replicas=settings.gateways,

@@ -45,7 +45,7 @@ from lorikeet.serving.replica_calls import (
 from lorikeet.serving.status_subscriber import StatusSubscriber
 from lorikeet.tenancy.token_bucket import TokenBucket
 from lorikeet_engine.adapter import AdapterRef, Residency
-from lorikeet_engine.adapter_format import BaseCopy
+from lorikeet_engine.adapter_format import BaseCopy, WholeModule
 from lorikeet_engine.errors import LoadFault
 
 log = logging.getLogger(__name__)
@@ -197,6 +197,21 @@ class ServeEngineClient:
             return cast("list[str]", await self._handles[base_model].changed_copies.remote(copies))
         except (RayTaskError, *REPLICA_LOST) as error:
             raise _translated(error, "changed_copies") from error
+
+    async def changed_rows(
+        self, base_model: str, modules: Sequence[WholeModule]
+    ) -> dict[str, list[int]]:
+        """Ask a replica for the rows of whole modules that differ from the base model's.
+
+        modules: modules that an adapter has trained whole.
+
+        Raises Unavailable if the replica is lost, GenerationFailed if the replica's code failed.
+        """
+        try:
+            found = await self._handles[base_model].changed_rows.remote(modules)
+            return cast("dict[str, list[int]]", found)
+        except (RayTaskError, *REPLICA_LOST) as error:
+            raise _translated(error, "changed_rows") from error
 
     async def deliver(self, base_model: str, ref: AdapterRef, blob: Path) -> bool:
         """Have all replicas hold an adapter in host memory; return True if all do.

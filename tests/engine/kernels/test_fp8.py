@@ -9,13 +9,16 @@ import torch
 
 from lorikeet_engine.errors import SettingsError
 from lorikeet_engine.kernels import fp8
-from lorikeet_engine.kernels.fp8 import DTYPE, Activations, Fp8Rows, few_tokens, fused, reference
+from lorikeet_engine.kernels.fp8 import DTYPE, Activations, Fp8Rows, few_tokens, fused
 from lorikeet_engine.kernels.gemv import gemv
 from lorikeet_engine.kernels.lora.linear import _reserve_sms_of_lt, linear
 from lorikeet_engine.kernels.lora.types import LoraDelta
 from lorikeet_engine.kernels.pointwise import fused as pointwise
 from lorikeet_engine.kernels.split_k import ProductConfig
 from tests.engine.interpreter import INTERPRETED
+from tests.engine.kernels.definitions import in_torch
+
+reference = in_torch(fp8)
 
 KINDS = [
     pytest.param(

@@ -41,7 +41,7 @@ from lorikeet_engine.kernels.lora.experts import add_expert_lora, begin_experts
 from lorikeet_engine.kernels.lora.gather import gather
 from lorikeet_engine.kernels.lora.linear import linear_with_lora
 from lorikeet_engine.kernels.lora.shrink import shrink
-from lorikeet_engine.kernels.lora.token_rows import place_logits
+from lorikeet_engine.kernels.lora.token_rows import replace_logits
 from lorikeet_engine.kernels.lora.tuning import PATH, LaunchConfig, Regime
 from lorikeet_engine.kernels.lora.types import (
     ExpertStep,
@@ -155,11 +155,11 @@ def test_lora(compiled: set[str], tokens: int, segments: int, rank: int) -> None
     for composed in (False, True):
         listed = replace(listed, composed=composed)
         gather(ids, y, weights, listed, 32, EMBEDDINGS, EMBEDDING_ROWS)
-    place_logits(shrink(y, weights, listed, 32, HEAD_ROWS), empty(tokens, 128_256))
+    replace_logits(empty(tokens, 128_256), y, weights, listed, 128_256, 32, HEAD_ROWS)
     few = listed.regime == Regime.FEW
     assert compiled >= {
         "_gather",
-        "_place_logits",
+        "_replace_logits",
         "_list_tiles",
         "_shrink",
         "_expand_few" if few else "_expand",

@@ -55,6 +55,10 @@ class TenantLimitsBody(LimitsBody):
     pin_budget_bytes: int | None = None
     max_rank: int | None = None
     max_adapter_bytes: int | None = None
+    files_bytes: int | None = None
+    max_files: int | None = None
+    open_batches: int | None = None
+    batch_lines: int | None = None
 
 
 class KeyLimitsBody(LimitsBody):

@@ -152,6 +152,7 @@ class UploadEndpoints:
             body = bounded_parts(request, limits.max_bytes, MAX_BYTES)
             digest = await receive_file(body, blob, registration.workers, scan)
             facts = await registration.validate(order, blob, digest, scan)
+            facts = await registration.shrink(order, blob, facts)
             made = await registration.record(order, blob, facts)
         response.status_code = CREATED if made.is_new else OK
         return made.version
@@ -219,7 +220,7 @@ class UploadEndpoints:
         registration, uploads = self._registration, self._uploads
         await registration.run(uploads.download, wanted.digest, order.actor, blob)
         facts = await self._validated(order, wanted.digest, blob)
-        await registration.run(uploads.keep, wanted.digest, order.actor, blob)
+        await registration.run(uploads.keep, facts.digest, order.actor, blob)
         services, smoke = self._services, Json()
         defaults = await checked_defaults(
             wanted.defaults, services.encoders, order.tenant, facts.base_model
@@ -255,7 +256,8 @@ class UploadEndpoints:
 
     async def _validated(self, order: RegistrationRequest, digest: str, blob: Path) -> BlobFacts:
         try:
-            return await self._registration.validate(order, blob)
+            facts = await self._registration.validate(order, blob)
+            return await self._registration.shrink(order, blob, facts)
         except InvalidAdapter as error:
             if error.param != "base_model":  # else the blob is right once the admin names one
                 await self._registration.run(self._uploads.end, digest, order.actor)
