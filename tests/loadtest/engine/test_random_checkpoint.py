@@ -111,3 +111,15 @@ def test_queries_are_normed_to_scores_of_one_where_attention_does_not_divide_the
         alone.read_parts([path.format("q")], [cut]), torch.full([512], 512**-0.5)
     )
     assert (alone.read_parts([path.format("k")], [cut]) == 1).all()
+
+
+def test_a_factor_of_the_experts_sum_does_not_change_what_they_add():
+    name, cut = "model.layers.1.mixer.experts.down_proj", Cut.whole(8, 64)
+    shares = [
+        scale
+        * RandomCheckpoint(torch.device("cpu"), torch.float32, routed_scale=scale).read_linear(
+            [name], [cut]
+        )
+        for scale in (1.0, 2.5)
+    ]
+    torch.testing.assert_close(*shares)
