@@ -39,7 +39,7 @@ export TOKENIZERS_PARALLELISM ?= false
 # Else each of the 200 processes that tests start compiles what it imports, where this is set.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install serve stop test test-service test-engine test-platform check soak attack test-gpu test-ceph bench-catalog bench-gateway bench-routing bench-http bench-goodput loadtest clean
+.PHONY: help install serve stop test test-service test-engine test-platform check soak attack test-gpu test-ceph bench-gateway bench-http bench-goodput loadtest clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -94,9 +94,6 @@ attack: $(INSTALLED)  ## one tenant does its worst, another looks on: ATTACK_S=6
 test-gpu: $(INSTALLED)  ## the tests that need a CUDA device
 	$(BIN)/pytest -m gpu
 
-bench-routing: $(INSTALLED)  ## routing, simulated: 1,000 replicas for an hour
-	@$(BIN)/python -m loadtest.simulator large
-
 bench-gateway: $(INSTALLED)  ## what the gateway adds to a first token, and the tokens it streams
 	@$(BIN)/python -m loadtest.bench_gateway
 
@@ -105,9 +102,6 @@ bench-http: $(INSTALLED)  ## two GPUs through HTTP, beside what they do without 
 
 bench-goodput: $(INSTALLED)  ## the most requests a second that a GPU serves well
 	@$(BIN)/python -m loadtest.bench_goodput --folder $(MODELS) --json $(MODELS)/goodput.json
-
-bench-catalog: $(INSTALLED)  ## what a catalog of a million adapters costs
-	@$(BIN)/python -m loadtest.bench_catalog
 
 test-ceph: $(INSTALLED)  ## the catalog's tests on Ceph's S3 server, from Debian's packages
 	TEST_S3=radosgw $(BIN)/pytest -m "not soak" tests/catalog tests/gateway/test_uploads.py

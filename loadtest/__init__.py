@@ -1,4 +1,4 @@
-"""Load programs: benchmarks of the service, of its parts and of a simulated fleet.
+"""Load programs: benchmarks of the service and of its parts.
 
 Ray Serve reads RAY_SERVE_THROUGHPUT_OPTIMIZED when it is imported, and a handle keeps the value of
 the process that deploys the application. Without the variable gateways would call replicas as

@@ -20,20 +20,27 @@ import argparse
 import math
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
-from loadtest.client import Server, run_sessions
+import numpy as np
+
+from loadtest.client import Server, Session, run_sessions
+from loadtest.cluster import PROXIES
 from loadtest.engine.harness import arguments, facts, write
-from loadtest.real_service.adapter_traffic import (
-    Traffic,
-    add_traffic_arguments,
-    settings_of_traffic,
-    warm_service,
+from loadtest.real_service.adapters import AdapterWeights, fill_catalog, model_name
+from loadtest.real_service.random_models import (
+    LINEARS,
+    SHAPES,
+    add_model_arguments,
+    settings_of_model,
 )
-from loadtest.real_service.service import CpuUsage
+from loadtest.real_service.service import CpuUsage, service
 from loadtest.report import (
+    all_whole,
     by_residency,
     gaps_s,
     lateness_s,
@@ -43,17 +50,65 @@ from loadtest.report import (
     stages_ms,
     ttfts_s,
 )
-from loadtest.streamed_answer import StreamedAnswer
+from loadtest.streamed_answer import LoadRequest, StreamedAnswer
+from lorikeet.settings import Settings
+from lorikeet.simulator.workload_models import (
+    AZURE_CONV,
+    RANKS,
+    Ints,
+    Zipf,
+    cut_to_context,
+    deal_ranks,
+    poisson,
+)
 
 Row = dict[str, Any]
 
 TTFT_GOAL_MS, ITL_GOAL_MS = 1000.0, 50.0
 _OWN = "goodput"  # folder of the catalog and cache, recreated for each run
 _STEP = 1.5
+_WARM_STREAMS = 64
 _HEADING = (
     "  rate  requests   TTFT p50      p99   ITL p50      p99    on GPU   running   tokens/s  "
     "late p99"
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Distribution of requests over adapters and lengths.
+
+    order: adapters, the most popular first.
+    context: maximum number of tokens of a prompt plus its answer.
+    temperature: sampling temperature of each answer.
+    """
+
+    order: Ints
+    context: int
+    temperature: float = 0.0
+
+    def sessions(self, rate_per_s: float, seconds: float, seed: int) -> list[Session]:
+        """Draw requests that arrive at a rate; each seed gives different requests.
+
+        seconds: length of the run.
+        """
+        rng = np.random.default_rng(seed)
+        times_s = poisson(rate_per_s).times(rng, seconds).tolist()
+        inputs, outputs = cut_to_context(*AZURE_CONV.draw(rng, len(times_s)), self.context)
+        ranks = Zipf(1.0).draw(rng, len(self.order), len(times_s))
+        seeds = rng.integers(0, 2**62, len(times_s)).tolist()
+        requests = [
+            LoadRequest(
+                model_name(int(self.order[rank])), int(prompt), int(answer), each, self.temperature
+            )
+            for rank, prompt, answer, each in zip(ranks, inputs, outputs, seeds, strict=True)
+        ]
+        return [Session(at_s, (request,)) for at_s, request in zip(times_s, requests, strict=True)]
+
+    def warm_up(self) -> list[Session]:
+        """Return one request for each adapter, the most popular last."""
+        requests = [LoadRequest(model_name(int(a)), 8, 2, int(a)) for a in reversed(self.order)]
+        return [Session(0.0, tuple(requests[at::_WARM_STREAMS])) for at in range(_WARM_STREAMS)]
 
 
 def measure(
@@ -87,6 +142,21 @@ def measure(
         "stages_ms": stages_ms(server, whole),
         "cores": cores.used(last_s),
     }
+
+
+@contextmanager
+def warm_service(
+    given: argparse.Namespace, variables: Mapping[str, str]
+) -> Iterator[tuple[Server, Traffic]]:
+    """Run a service with these settings, after one request for every adapter."""
+    ranks = deal_ranks(given.adapters, given.ranks).tolist()
+    stock = fill_catalog(Settings.from_env(variables), ranks, AdapterWeights(given.linears))
+    order = np.random.default_rng(0).permutation(given.adapters)
+    traffic = Traffic(order, given.context, given.temperature)
+    with service(variables, given.proxy) as running:
+        server = Server(running.url, stock.key, SHAPES[given.shape]["vocab_size"])
+        all_whole(run_sessions(server, traffic.warm_up(), given.clients))
+        yield server, traffic
 
 
 def search(measured: Callable[[float], Row], first_rate: float, points: int) -> list[Row]:
@@ -164,9 +234,15 @@ def _variables(given: argparse.Namespace) -> dict[str, str]:
 
     given: options of the command line.
     """
-    return settings_of_traffic(
+    return settings_of_model(
         given,
         _OWN,
+        replicas=1,
+        gateways=given.gateways,
+        max_context=given.context,
+        adapter_gpu_memory=given.gpu,
+        adapter_host_memory=given.host,
+        adapter_disk=given.disk,
         max_batch_tokens=given.batch_tokens,
         max_running=min(256, given.batch_tokens),
         inter_token_goal_ms=given.goal_ms,
@@ -175,8 +251,31 @@ def _variables(given: argparse.Namespace) -> dict[str, str]:
 
 def _arguments() -> argparse.Namespace:
     parser = arguments(__doc__)
-    add_traffic_arguments(parser, adapters=1000, seconds=30)
+    add_model_arguments(parser, kv="40GiB")
     add = parser.add_argument
+    add("--adapters", type=int, default=1000, help="number of adapters; default 1000")
+    add(
+        "--ranks",
+        type=int,
+        nargs="+",
+        default=list(RANKS),
+        help="ranks, dealt round over the adapters",
+    )
+    add("--linears", nargs="+", choices=LINEARS, default=list(LINEARS[:4]), metavar="LINEAR")
+    add(
+        "--context",
+        type=int,
+        default=2048,
+        help="most tokens of a prompt and its answer; default 2048",
+    )
+    add("--temperature", type=float, default=0.0, help="sampling temperature; 0: greedy")
+    add("--seconds", type=float, default=30, help="seconds of arrivals; default 30")
+    add("--gateways", type=int, default=4, help="number of gateways; default 4")
+    add("--clients", type=int, default=4, help="client processes; default 4")
+    add("--proxy", choices=PROXIES, default="HAProxy")
+    add("--gpu", default="12GiB", help="memory for adapters on the GPU; default 12GiB")
+    add("--host", default="24GiB", help="memory for adapters on the host; default 24GiB")
+    add("--disk", default="48GiB", help="space for adapters on the disk; default 48GiB")
     add("--first-rate", type=float, default=8, help="requests per second; default 8")
     add("--points", type=int, default=6, help="number of rates; default 6")
     add("--batch-tokens", type=int, default=2048, help="most tokens of a step; default 2048")

@@ -8,14 +8,14 @@ from typing import Any
 from ray import serve
 from starlette.types import Receive, Scope, Send
 
-from lorikeet.answer_stream.answer import event_stream, refusal_of
-from lorikeet.answer_stream.openai_format import Ending
-from lorikeet.answer_stream.response_stream import DeltaGroup, ResponseStream, ResponseStreams
+from lorikeet.apis.answer import event_stream, refusal_of
 from lorikeet.protocol.messages import AnswerHeader, EncodedCall, Endpoint, FinalUsage, Refusal
 from lorikeet.protocol.replica_report import ReplicaReport
+from lorikeet.protocol.response_stream import DeltaGroup, ResponseStream, ResponseStreams
 from lorikeet.protocol.status_update import StatusUpdate, to_stats
 from lorikeet.replica.status_feed import StatusFeed
 from lorikeet.settings import Settings
+from lorikeet.text.choice import Ending
 from lorikeet_engine.adapter import Residency
 from lorikeet_engine.errors import EngineClosed
 from lorikeet_engine.telemetry.status import EngineStatus, TierStatus

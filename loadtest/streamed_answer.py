@@ -84,7 +84,6 @@ class StreamedAnswer:
     failure: "" for a complete answer with as many tokens as requested; else a short text, by which
         failures are grouped.
     last_bytes: end of a failed answer.
-    retry_after_s: Retry-After of a refused request; else None.
     """
 
     request: LoadRequest
@@ -99,7 +98,6 @@ class StreamedAnswer:
     prompt_tokens: int = 0
     failure: str = "not answered"
     last_bytes: str = ""
-    retry_after_s: float | None = None
 
 
 class AnswerReader:
@@ -147,8 +145,6 @@ class AnswerReader:
         answer.request_id = self._header(b"x-request-id")
         answer.replica = self._header(b"x-lorikeet-replica")
         answer.residency = self._header(b"x-lorikeet-residency")
-        retry_after = self._header(b"retry-after")
-        answer.retry_after_s = float(retry_after) if retry_after else None
         answer.prompt_tokens = self._counted(self._format.prompt_tokens)
         answer.failure = self._failure()
         if answer.failure:

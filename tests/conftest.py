@@ -6,6 +6,7 @@ import os
 import signal
 import uuid
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import httpx._transports.default as transports
 import pytest
@@ -13,6 +14,9 @@ from hypothesis import settings
 
 from tests.ceph import radosgw
 from tests.ministack import ministack
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 # Several tests run at a time: more threads of torch would only compete for the same cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -87,3 +91,18 @@ def s3_bucket() -> Iterator[str]:
         environment.setattr("botocore.session.create_loader", functools.cache(create_loader))
         boto3.session.Session().client("s3").create_bucket(Bucket=bucket)
         yield f"s3://{bucket}"
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> "Tokenizer":
+    """Return a tokenizer with one token per byte, so that characters beyond ASCII are split."""
+    from tokenizers import Tokenizer  # few test processes need it
+    from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+    from tokenizers.models import BPE
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    alphabet = sorted(ByteLevel.alphabet())
+    tokenizer = Tokenizer(BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = ByteLevelDecoder()
+    return tokenizer

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lorikeet import errors
-from lorikeet.error_shapes import (
+from lorikeet.apis.errors import (
     ClientApi,
     anthropic_error_body,
     api_of_path,
@@ -15,7 +15,7 @@ from lorikeet.error_shapes import (
     openai_error_body,
 )
 from lorikeet.errors import ERRORS, ErrorKind, LorikeetError, engine_code, status_of
-from lorikeet.gateway.apis.openapi import document
+from lorikeet.gateway.routes.openapi import document
 from lorikeet.retry_after import (
     until_next_month,
     until_one_ends,

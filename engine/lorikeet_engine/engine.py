@@ -3,7 +3,7 @@
 import logging
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 
 import torch
@@ -90,6 +90,7 @@ class Engine:
         self._sampler, self._step_budget = parts.sampler, parts.step_budget
         self._in_flight: steps.InFlightStep | None = None
         self._counters = StepCounters()
+        self._kept_names: Collection[str] | None = None  # since the last step, if any came
         self._reset()
         self._next_step_s: float | None = None  # seconds until adapters need a step
         self._requests = RequestQueue()
@@ -155,6 +156,7 @@ class Engine:
         self._drop_damaged(self._tiers.take_damaged())
         self._fail(self._deadlines.take_missed())
         if self._page_copies is not None:
+            self._drop_prompts()
             self._page_copies.before_plan(self._cache)
         plan = self._scheduler.plan(self._step_budget)
         if self._page_copies is not None:
@@ -205,6 +207,17 @@ class Engine:
         """Remove an adapter's pin, so that the adapter may be evicted."""
         self._tiers.unpin(digest)
         self.wake()
+
+    def keep_prompts(self, names: Collection[str]) -> Collection[str] | None:
+        """Keep in host memory the pages of the prompts with these names (Request.keeps) alone.
+
+        Returns the names of prompts that were computed and not dropped so far, whether there was
+        room for their pages or not; None without host memory for pages.
+        """
+        self._kept_names = names
+        self.wake()
+        host = self._cache.host
+        return None if host is None else tuple(host.kept)
 
     def prefetch(self, ref: AdapterRef, tier: Residency = Residency.GPU, uses: float = 0.0) -> None:
         """Load an adapter up to `tier` if there is memory for it.
@@ -308,6 +321,11 @@ class Engine:
 
         counts = self._counters.host_pages
         return HostPages(copies.slots, copies.page_bytes, groups, counts, fetch_s, costs)
+
+    def _drop_prompts(self) -> None:
+        names, self._kept_names = self._kept_names, None
+        if names is not None and self._cache.host is not None:
+            self._cache.host.keep_only(names)
 
     def _take_requests(self) -> None:
         taken = self._requests.take()
@@ -441,7 +459,13 @@ def _host_usage(host: HostPages | None, tokens: int) -> HostPageUsage | None:
     counts = host.counts
     used = host.used, host.slots, host.page_bytes
     return HostPageUsage(
-        *used, counts.stored, counts.fetched, counts.evicted, counts.damaged, tokens
+        *used,
+        counts.stored,
+        counts.fetched,
+        counts.evicted,
+        counts.damaged,
+        tokens,
+        host.used_by_prompts,
     )
 
 

@@ -172,6 +172,8 @@ class Request:
         output, before the one token that the prompt's choice makes. A classification or reward head
         takes the last token's hidden state. For a mean, prompts are not taken from the prefix
         cache.
+    keeps: name under which the pages of the prompt stay in host memory, where the engine has such
+        memory, as long as Engine.keep_prompts lists the name; "": no name. For one prompt.
     """
 
     request_id: str
@@ -183,6 +185,7 @@ class Request:
     scheduling: SchedulingParams = field(default_factory=SchedulingParams)
     made: tuple[tuple[int, ...] | None, ...] = ()
     pools: Pooling | None = None
+    keeps: str = ""
 
     def __post_init__(self) -> None:
         _require(self.n >= 1, "n", self.n, "an integer ≥ 1")

@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from threading import Lock
 from typing import Any, NamedTuple
 
+from lorikeet.catalog.records import TenantRecord
 from lorikeet.catalog.store.object_store import ObjectStore, StoredObject, in_parallel
 from lorikeet.errors import Conflict, NotFound, ObjectExists, ObjectNotFound
 from lorikeet.file_store import PAGE, Order, page_of
@@ -76,14 +77,18 @@ class BatchStore:
     begins a new run. A run stores its results in parts. Marks (validated, cancelling, finalizing,
     ended) record when a batch reached a state.
 
-    max_open: limit on one tenant's batches that have not ended.
+    max_open: limit on one tenant's batches that have not ended, if the tenant has none of its own.
     clock: function that returns the time in Unix seconds.
     creating: lock to hold while open batches are counted and one is created.
     """
 
     def __init__(self, store: ObjectStore, max_open: int, clock: Callable[[], float]) -> None:
-        self.store, self.max_open, self.clock = store, max_open, clock
+        self.store, self._max_open, self.clock = store, max_open, clock
         self.creating = Lock()
+
+    def max_open(self, tenant: TenantRecord) -> int:
+        """Return the limit on a tenant's batches that have not ended."""
+        return self._max_open if tenant.open_batches is None else tenant.open_batches
 
     def create(self, batch: BatchRecord) -> None:
         """Save a new batch. Raises StoreError."""

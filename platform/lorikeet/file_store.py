@@ -13,8 +13,9 @@ import secrets
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
+from lorikeet.catalog.records import TenantRecord
 from lorikeet.catalog.store.object_store import ObjectStore, StoredObject, in_parallel
 from lorikeet.errors import InsufficientQuota, InvalidInput, NotFound, ObjectExists, ObjectNotFound
 from lorikeet.retry_after import REPAIR_S
@@ -61,11 +62,18 @@ class StoredFile:
         return asdict(self) | fixed
 
 
+class FilesSize(NamedTuple):
+    """Bytes of a tenant's files together, and their number."""
+
+    bytes: int
+    files: int
+
+
 class FileStore:
     """Store that saves, lists and deletes tenants' files. Thread-safe.
 
-    quota_bytes: limit on the bytes of one tenant's files together. Batches' output counts, but is
-        never refused.
+    quota_bytes: limit on the bytes of one tenant's files together, if the tenant has none of its
+        own. Batches' output counts, but is never refused.
     clock: function that returns the time in Unix seconds.
     """
 
@@ -73,31 +81,46 @@ class FileStore:
         self.store, self.clock = store, clock
         self._quota_bytes = quota_bytes
 
-    def check_quota(self, tenant: str, more_bytes: int = 0, more_files: int = 0) -> None:
-        """Raise InsufficientQuota if a tenant's files number over MAX_FILES or exceed quota_bytes.
+    def quota(self, tenant: TenantRecord) -> FilesSize:
+        """Return the limits on a tenant's files."""
+        most_bytes, most_files = tenant.files_bytes, tenant.max_files
+        return FilesSize(
+            self._quota_bytes if most_bytes is None else most_bytes,
+            MAX_FILES if most_files is None else min(most_files, MAX_FILES),
+        )
+
+    def used(self, tenant: str) -> FilesSize:
+        """Return the size of a tenant's files. Raises StoreError."""
+        contents = self._contents_of(tenant)
+        return FilesSize(sum(one.size_bytes for one in contents), len(contents))
+
+    def check_quota(self, tenant: TenantRecord, more_bytes: int = 0, more_files: int = 0) -> None:
+        """Raise InsufficientQuota if a tenant's files are beyond its quota.
 
         more_bytes, more_files: bytes and files to count in addition to the tenant's own.
         """
-        contents = self._contents_of(tenant)
-        used, files = sum(one.size_bytes for one in contents), len(contents)
-        if used + more_bytes > self._quota_bytes or files + more_files > MAX_FILES:
+        used, most = self.used(tenant.name), self.quota(tenant)
+        if used.bytes + more_bytes > most.bytes or used.files + more_files > most.files:
             raise InsufficientQuota(
-                f"this tenant has {used} bytes in {files} files, and the limit is "
-                f"{self._quota_bytes} bytes in {MAX_FILES} files: delete some files",
+                f"this tenant has {used.bytes} bytes in {used.files} files, and the limit is "
+                f"{most.bytes} bytes in {most.files} files: delete some files, or have your admin "
+                "raise the limit",
                 retry_after_s=REPAIR_S,
             )
 
-    def upload(self, tenant: str, path: Path, filename: str, lifetime_s: int) -> StoredFile:
+    def upload(
+        self, tenant: TenantRecord, path: Path, filename: str, lifetime_s: int
+    ) -> StoredFile:
         """Save the bytes at `path` as a file and return its description.
 
         Raises StoreError if the store fails; InsufficientQuota, and saves nothing, if the tenant's
         files, with those that are saved at the same time, are beyond its limits.
         """
-        made = self.add(tenant, path, filename, lifetime_s)
+        made = self.add(tenant.name, path, filename, lifetime_s)
         try:
             self.check_quota(tenant)
         except BaseException:
-            self.delete(tenant, made.id)
+            self.delete(tenant.name, made.id)
             raise
         return made
 

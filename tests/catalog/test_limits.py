@@ -31,6 +31,10 @@ TERMS: dict[str, Any] = {
     "pin_budget_bytes": 2**30,
     "max_rank": 32,
     "max_adapter_bytes": 2**29,
+    "files_bytes": 2**28,
+    "max_files": 100,
+    "open_batches": 3,
+    "batch_lines": 16,
 }
 
 

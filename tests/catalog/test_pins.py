@@ -1,10 +1,12 @@
 """Pins of adapters and of whole tenants, and the budget that they stay within."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
 from lorikeet.catalog.catalog import AdapterCatalog
+from lorikeet.catalog.reader import CatalogReader
 from lorikeet.catalog.records import PinRecord, VersionRecord
 from lorikeet.catalog.rules.pin_budget import versions_kept
 from lorikeet.catalog.state import CatalogState
@@ -15,6 +17,7 @@ from lorikeet.errors import (
     UnknownModel,
     UnknownTenant,
 )
+from lorikeet.request_defaults import RequestDefaults
 from lorikeet_engine.adapter import Residency
 
 Register = Callable[..., VersionRecord]
@@ -185,3 +188,45 @@ def test_invalid_pins_are_refused(catalog: AdapterCatalog, register: Register) -
         catalog.pin("acme", None, selector="canary", actor="ann")
     with pytest.raises(UnknownTenant):
         catalog.pin("nobody", None, actor="ann")
+
+
+def test_a_pins_prompt_stays_until_it_is_removed(
+    catalog: AdapterCatalog, register: Register
+) -> None:
+    register("acme/support", b"1")
+    catalog.pin("acme", "support", prompt="You are a clerk.", actor="ann")
+    again = catalog.pin("acme", "support", priority=2, actor="ann")
+    assert (again.prompt, again.priority) == ("You are a clerk.", 2)
+    (version,) = versions_kept(catalog.reader.state, again)
+    assert version.prompt == RequestDefaults(None, "You are a clerk.")
+
+    catalog.retire("acme", "support", actor="ann")
+    catalog.restore("acme", "support", actor="ann")
+    catalog.reader.snapshot()
+    anew = CatalogReader(catalog.store)
+    anew.refresh()
+    reread = anew.ask(lambda state: state.pin_of("acme", "support"))
+    assert reread is not None
+    assert reread.prompt == "You are a clerk."
+
+    catalog.remove_prompt("acme", "support", actor="bob")
+    left = catalog.reader.state.pin_of("acme", "support")
+    assert left == replace(again, prompt=None, created=left.created, actor="bob")
+    with pytest.raises(NotFound, match="no pin with a prompt"):
+        catalog.remove_prompt("acme", "support", actor="bob")
+
+
+@pytest.mark.parametrize(
+    ("name", "prompt", "said"),
+    [
+        (None, "You are a clerk.", "with one adapter"),
+        ("support", " \n", "want a text"),
+        ("support", "ä" * 2**14 + "x", "32769 bytes: want a text of at most 32768"),
+    ],
+)
+def test_prompts_of_pins_are_texts_for_one_adapter(
+    catalog: AdapterCatalog, register: Register, name: str | None, prompt: str, said: str
+) -> None:
+    register("acme/support", b"1")
+    with pytest.raises(InvalidInput, match=said):
+        catalog.pin("acme", name, prompt=prompt, actor="ann")

@@ -23,6 +23,7 @@ from cryptography.x509.oid import NameOID
 
 from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.reader import CatalogReader
+from lorikeet.catalog.records import TenantRecord
 from lorikeet.catalog.store import s3
 from lorikeet.catalog.store.object_store import ObjectStore, open_store
 from lorikeet.errors import NotFound, ObjectNotFound, StoreError, StoreRefused
@@ -425,7 +426,7 @@ def test_files_in_a_bucket_need_only_rights_that_a_gateway_has(url: str, tmp_pat
     (tmp_path / "sent").write_bytes(b"lines")
     with proxied(note):
         files = FileStore(open_store(url), 10**6, time.time)
-        files.check_quota("acme", 5)
+        files.check_quota(TenantRecord("acme", 0.0), 5)
         made = files.add("acme", tmp_path / "sent", "lines.jsonl", 3600)
         assert files.page("acme", 10, None, "desc", None) == ([made], False)
         assert files.download("acme", made.id, tmp_path / "read") == made

@@ -4,8 +4,8 @@ import asyncio
 
 from ray import serve
 
-from lorikeet.answer_stream.response_stream import ResponseStreams
 from lorikeet.protocol.messages import AnswerHeader
+from lorikeet.protocol.response_stream import ResponseStreams
 from lorikeet.replica.status_feed import StatusFeed
 from lorikeet_engine.telemetry.status import EngineStatus
 

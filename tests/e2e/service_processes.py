@@ -1,5 +1,6 @@
 """Processes and actors of the service that tests kill."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -26,16 +27,10 @@ def engine_processes(service: Service) -> dict[int, int]:
 
 
 def gateway_process() -> int:
-    """Return the id of the only process that runs a gateway."""
-    found = []
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            if b"ServeReplica:default:gateway" in (process / "cmdline").read_bytes():
-                found.append(int(process.name))
-        except OSError:  # the process has just ended
-            continue
-    assert len(found) == 1, found
-    return found[0]
+    """Return the id of the process that runs this service's only gateway."""
+    gateway = actor_named("default#gateway#")
+    process: int = ray.get(gateway.__ray_call__.remote(lambda actor: os.getpid()))
+    return process
 
 
 def actor_named(part: str) -> Any:

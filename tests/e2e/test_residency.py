@@ -1,7 +1,9 @@
 """Residency of adapters: affinity, pins, versions, and recovery after a death."""
 
 import json
+import os
 import shutil
+import signal
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -15,7 +17,7 @@ from lorikeet.catalog.catalog import blob_key
 from lorikeet.catalog.store.object_store import open_store
 from lorikeet_engine.adapter_format import write_blob
 from tests.e2e.conftest import REPLICAS, Service
-from tests.e2e.service_processes import actor_named
+from tests.e2e.service_processes import actor_named, engine_processes
 from tests.waiting import eventually
 
 UPPER, REVERSE = TASKS[:2]
@@ -107,6 +109,48 @@ def test_promote_and_rollback_change_the_answer_within_5_s(service, tmp_path):
     assert eventually(lambda: says("licnep"), within_s=5)
     service.admin("POST", f"/adapters/{model}/rollback", json={}).raise_for_status()
     assert eventually(lambda: says("PENCIL"), within_s=5)
+
+
+@pytest.mark.parametrize("event", ["push", pytest.param("start", marks=pytest.mark.soak)])
+def test_a_pins_prompt_is_computed_before_its_first_user_asks(service, tmp_path, event):
+    prompt = f"Before the {event}, you are a clerk of the parcel service. " * 6
+
+    def pin() -> dict[str, int]:
+        (found,) = service.admin("GET", "/pins").raise_for_status().json()["data"]
+        return found["prompt"]
+
+    def cached_tokens() -> int:
+        answer = service.client(UPPER.tenant).chat.completions.create(
+            model=model,
+            messages=[
+                {"role": "system", "content": prompt},
+                {"role": "user", "content": "pencil"},
+            ],
+            max_tokens=1,
+        )
+        assert answer.usage.prompt_tokens > 256
+        return answer.usage.prompt_tokens_details.cached_tokens
+
+    model = f"{UPPER.tenant}/prompted-{event}"
+    versions = f"/adapters/{model}/versions"
+    service.admin("PUT", versions, content=blob_of(REVERSE, tmp_path)).raise_for_status()
+    assert cached_tokens() == 0
+    service.admin("PUT", f"/pins/{model}", json={"prompt": prompt}).raise_for_status()
+    try:
+        assert eventually(lambda: pin()["computed"] == REPLICAS, within_s=30)
+        if event == "push":
+            service.admin("PUT", versions, content=blob_of(UPPER, tmp_path)).raise_for_status()
+            promote = {"version": 2, "expect": 1}
+            service.admin("POST", f"/adapters/{model}/promote", json=promote).raise_for_status()
+            assert eventually(lambda: pin()["computed"] < REPLICAS, within_s=5)
+        else:
+            for process in engine_processes(service):
+                os.kill(process, signal.SIGKILL)
+            assert eventually(lambda: not service.replicas(), within_s=30)
+        assert eventually(lambda: pin()["computed"] == REPLICAS, within_s=60)
+        assert cached_tokens() >= 256
+    finally:
+        service.admin("DELETE", f"/pins/{model}").raise_for_status()
 
 
 def test_an_adapter_whose_blob_is_missing_fails_only_its_own_requests(service, tmp_path):

@@ -102,13 +102,15 @@ class CheckedEngine:
         adapter: str | None = None,
         salt: str = "",
         background: bool = False,
+        keeps: str = "",
     ) -> str:
         """Submit a request, with prompts cut to the context; return its id."""
         context = self.engine.info.max_context
         prompts = tuple(prompt[: context - 1] for prompt in prompts)
         name, ref = f"r{len(self.expected)}", self.refs[adapter] if adapter else None
-        scheduling = SchedulingParams(background=background)
-        self.engine.submit(Request(name, prompts, sampling, n, ref, salt, scheduling))
+        scheduling = SchedulingParams(tenant=salt, background=background)
+        request = Request(name, prompts, sampling, n, ref, salt, scheduling, keeps=keeps)
+        self.engine.submit(request)
         wait(s.compiled for s in self.engine._requests.submitted if s.compiled is not None)
         deltas = self.shelf._tensors[ref.digest] if ref else {}
         mark, head = (float(deltas[at][0][0, 0]) if at in deltas else 0.0 for at in ((0, 0), HEAD))

@@ -56,7 +56,7 @@ def _replaced(name: str, data: bytes) -> Any:
 def _features() -> Iterator[Case]:
     for key, value, says in (
         ("use_dora", True, "lora_magnitude_vector is missing"),
-        ("modules_to_save", ["lm_head"], "whole modules"),
+        ("modules_to_save", ["lm_head"], "the weights of lm_head are not in the file"),
         ("lora_bias", True, "lora_B.bias is missing"),
         ("bias", 3, "want none, all or lora_only"),
         ("loftq_config", {"loftq_bits": 4}, "changes the base model"),

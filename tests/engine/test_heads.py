@@ -239,7 +239,7 @@ def test_labels_problem_and_padding_are_those_of_the_folder(world_of, tmp_path):
     ("config", "message"),
     [
         ({"task_type": "TOKEN_CLS"}, "heads are served for whole texts alone"),
-        ({"modules_to_save": ["score", "lm_head"]}, "whole modules cannot be served"),
+        ({"modules_to_save": ["score", "norm"]}, "whole modules cannot be served"),
     ],
 )
 def test_other_heads_are_refused_by_name(config, message, world_of, tmp_path):

@@ -8,6 +8,7 @@ import logging
 import threading
 from collections import Counter
 from contextlib import nullcontext
+from itertools import product
 from random import Random
 from types import SimpleNamespace
 
@@ -32,7 +33,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 SLOT_BYTES = 2 * 4 * 4 * PAGE + 8
 LONG = tuple(range(3, 35))  # 8 pages
-SHORT = SamplingParams(2, temperature=0.0)
+ONE, SHORT = SamplingParams(1, temperature=0.0), SamplingParams(2, temperature=0.0)
 
 
 @pytest.fixture
@@ -226,6 +227,53 @@ def test_a_model_with_states_computes_prefixes_again_and_says_so(tmp_path, caplo
     assert usage(engine.engine) is None
 
 
+def keep(engine, name, tokens=LONG, **more):
+    """Compute a prompt whose pages are kept under a name; let the engine copy them to the host."""
+    names = engine.engine.keep_prompts(())
+    engine.engine.keep_prompts((*names, name))
+    engine.submit(tokens, sampling=ONE, background=True, keeps=name, **more)
+    engine.drain_requests()
+    for _ in range(len(LONG)):
+        engine.step()
+
+
+@pytest.mark.parametrize("windows", [WHOLE, WINDOWED])
+def test_a_kept_prompt_stays_on_the_host_until_it_is_dropped(windows, tmp_path, always_fetch):
+    engine = checked(tmp_path, host_pages=40, kv_pages=24, windows=windows)
+    computed = answer(engine, LONG[:-1], adapter=GOOD)
+    keep(engine, "good", (*LONG[:-1], 1), adapter=GOOD)
+    kept = usage(engine.engine).of_prompts
+    assert kept >= len(LONG) // PAGE
+    for first in range(40, 60):
+        answer(engine, (first, *LONG[1:]))
+    assert usage(engine.engine).evicted > 0
+    assert usage(engine.engine).of_prompts == kept
+    assert answer(engine, (*LONG[:-1], 2), adapter=GOOD) <= computed - len(LONG) + 2 * PAGE
+    assert engine.engine.keep_prompts(()) == ("good",)
+    engine.step()
+    assert engine.engine.keep_prompts(()) == ()
+    assert usage(engine.engine).of_prompts == 0
+
+
+def test_kept_prompts_take_half_of_the_host_and_tenants_share_it(tmp_path):
+    engine = checked(tmp_path, host_pages=40)
+    for which in range(3):
+        keep(engine, f"acme-{which}", (which, *LONG[1:]), salt="acme")
+    assert usage(engine.engine).of_prompts == 16, "two prompts of eight pages fill the half"
+    keep(engine, "globex", salt="globex")
+    host = engine.engine._cache.host
+    assert {name: len(pages) for name, pages in host.kept.items() if pages} == {
+        "acme-0": 8,
+        "globex": 8,
+    }
+    keep(engine, "globex-2", (9, *LONG[1:]), salt="globex")
+    assert not host.kept["globex-2"], "globex would have more than acme"
+    engine.engine.keep_prompts(["globex"])
+    engine.step()
+    assert list(host.kept) == ["globex"]
+    assert usage(engine.engine).of_prompts == 8
+
+
 COUNTED = Counter()
 
 
@@ -236,7 +284,6 @@ COUNTED = Counter()
     windows=st.sampled_from((WHOLE, WINDOWED)),
     overlap=st.booleans(),
 )
-@settings(max_examples=25, deadline=None, derandomize=True)
 def churn(folder, seed, host_pages, room, windows, overlap):
     """Answer random requests while pages come and go, some damaged."""
     chance = Random(seed)
@@ -254,28 +301,36 @@ def churn(folder, seed, host_pages, room, windows, overlap):
             tokens = (chance.choice((7, 8)),) * chance.choice((13, 24, 32)) + (chance.randrange(9),)
             sampling = SamplingParams(chance.choice((1, 9, 30)), seed=3)
             adapter, salt = chance.choice((None, GOOD, OTHER)), chance.choice(("", "globex"))
-            name = engine.submit(tokens, sampling=sampling, adapter=adapter, salt=salt)
+            keeps = chance.choice(("", "", "a", "b", "c"))
+            known = {"adapter": adapter, "salt": salt, "keeps": keeps}
+            name = engine.submit(tokens, sampling=sampling, **known)
             if chance.random() < 0.1:
                 engine.step()
                 engine.abort(name)
+        if chance.random() < 0.1:
+            engine.engine.keep_prompts(chance.sample("abc", 2))
         if chance.random() < 0.05:
             host = engine.engine._page_copies._own._host
             host[chance.randrange(len(host)), 0] += 1
         for _ in range(chance.randrange(12)):
             chance.choice((engine.load, engine.fetch, engine.step, engine.step))()
     engine.drain()
+    host = engine.engine._cache.host
+    assert host.used_by_prompts <= sum(map(len, host.kept.values())) <= host.slots
     COUNTED.update(usage(engine.engine)._asdict(), preempted=engine.engine.status().preemptions)
     engine.engine.close()
 
 
-def test_answers_are_the_same_while_pages_come_and_go(tmp_path, always_fetch):
+@pytest.mark.parametrize("examples", [3, pytest.param(40, marks=pytest.mark.soak)])
+def test_answers_are_the_same_while_pages_come_and_go(examples, tmp_path, always_fetch):
     COUNTED.clear()
-    churn(tmp_path)
-    for event in ("fetched", "evicted", "damaged", "preempted"):
+    settings(max_examples=examples, deadline=None, derandomize=True)(churn)(tmp_path)
+    for event in ("fetched", "evicted", "damaged", "preempted", "of_prompts"):
         assert COUNTED[event] > 0, COUNTED
 
 
 FAMILIES = ("llama", "gemma4_text", "glm4_moe_lite", "gpt_oss")
+OFTEN = (("llama", "auto"), ("gpt_oss", "fp8"))
 
 
 def answers_of(engine, rounds=2):
@@ -290,8 +345,13 @@ def answers_of(engine, rounds=2):
     return answers.tokens
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("kv_dtype", ["auto", "fp8"])
+@pytest.mark.parametrize(
+    ("family", "kv_dtype"),
+    [
+        pytest.param(*each, marks=[] if each in OFTEN else pytest.mark.soak)
+        for each in product(FAMILIES, ("auto", "fp8"))
+    ],
+)
 def test_each_kind_of_page_comes_back_as_it_was(
     family, kv_dtype, tiny_checkpoints, tmp_path, always_fetch
 ):

@@ -20,9 +20,8 @@ from safetensors.numpy import save_file
 
 from loadtest.ports import free_port
 from lorikeet.addresses import Address
-from lorikeet.answer_stream.answer import event_stream, whole_answer
-from lorikeet.answer_stream.logprobs_format import LogprobsJson
-from lorikeet.answer_stream.openai_format import Choice, Ending, EventStream
+from lorikeet.apis.answer import event_stream, whole_answer
+from lorikeet.apis.chat.answer import EventStream
 from lorikeet.batch_store import BatchStore
 from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.records import Scope
@@ -51,9 +50,17 @@ from lorikeet.protocol.messages import (
 from lorikeet.protocol.parity import ParityTest
 from lorikeet.protocol.replica_report import ReplicaReport
 from lorikeet.response_store import ResponseStore
+from lorikeet.text.choice import Choice, Ending
+from lorikeet.text.logprobs import LogprobsJson
 from lorikeet.text.prompts import PromptEncoder
 from lorikeet_engine.adapter import AdapterRef, Residency
-from lorikeet_engine.adapter_format import AdapterLimits, BaseCopy, BaseShape, write_blob
+from lorikeet_engine.adapter_format import (
+    AdapterLimits,
+    BaseCopy,
+    BaseShape,
+    WholeModule,
+    write_blob,
+)
 from lorikeet_engine.telemetry.status import EngineStatus, LiveStats, TierStatus
 from tests.placement.builders import held
 from tests.waiting import eventually
@@ -288,6 +295,7 @@ class ReplayEngines:
         self.serves = True
         self.takes_pushes = True
         self.expected: list[tuple[str, str, Path, int]] = []
+        self.changed: list[int] = []  # rows of whole modules that differ from the base model's
         self.held: dict[str, bytes] = {}  # blobs that replicas hold, by digest
 
     async def stream_answer(self, base_model: str, encoded: EncodedCall) -> Items:
@@ -312,6 +320,11 @@ class ReplayEngines:
 
     async def changed_copies(self, base_model: str, copies: Sequence[BaseCopy]) -> list[str]:
         return [copy.module for copy in copies if copy.sha256 not in self.base_matrices]
+
+    async def changed_rows(
+        self, base_model: str, modules: Sequence[WholeModule]
+    ) -> dict[str, list[int]]:
+        return {module.module: self.changed for module in modules}
 
     async def deliver(self, base_model: str, ref: AdapterRef, blob: Path) -> bool:
         if self.takes_pushes:

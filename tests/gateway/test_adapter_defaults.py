@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from lorikeet.answer_stream.tool_syntax import GRANITE, HERMES
 from lorikeet.gateway.services import ServedModel
 from lorikeet.request_defaults import MAX_SYSTEM_PROMPT_BYTES, MAX_TEMPLATE_BYTES
+from lorikeet.text.tools.syntax import GRANITE, HERMES
 from lorikeet_engine.request import SamplingParams
 from tests.gateway.conftest import SHAPE, Gateway, chat, demo_encoder, make_blob, serving
 from tests.gateway.test_bad_requests import CHAT, error_of

@@ -120,6 +120,32 @@ def test_a_dry_run_of_a_pin_changes_nothing(gateway: Gateway) -> None:
     assert gateway.catalog.reader.refresh() is before
 
 
+def test_a_pins_prompt_is_shown_and_removed(gateway: Gateway) -> None:
+    path, text = "/pins/acme/support", "You are a clerk."
+    assert gateway.admin("PUT", path, {"prompt": text}).json()["prompt"] == {"bytes": 16}
+    progress = {"bytes": 16, "computed": 0, "wanted": 0, "failure": None}
+    (listed,) = gateway.admin("GET", "/pins").json()["data"]
+    assert listed["prompt"] == progress
+    assert gateway.admin("GET", f"{path}/prompt").json() == listed | {"text": text}
+    change = gateway.admin("GET", "/log").json()["data"][0]["changes"][0]
+    assert change["prompt"] == {"bytes": 16}
+    assert gateway.admin("DELETE", f"{path}/prompt").status_code == 200
+    (left,) = gateway.admin("GET", "/pins").json()["data"]
+    assert left["prompt"] is None
+    for method in ("GET", "DELETE"):
+        assert error_of(gateway.admin(method, f"{path}/prompt"), 404)["code"] == "not_found"
+
+
+def test_a_prompt_that_no_chat_can_have_is_refused(gateway: Gateway) -> None:
+    body = {"prompt": "a b " * 2000}
+    long = error_of(gateway.admin("PUT", "/pins/acme/support", body), 400)
+    assert long["param"] == "prompt"
+    assert "takes 4096: shorten the prompt" in long["message"]
+    tenants = error_of(gateway.admin("PUT", "/pins/acme", {"prompt": "You are a clerk."}), 400)
+    assert "pin each adapter with its prompt" in tenants["message"]
+    assert gateway.admin("GET", "/pins").json() == {"data": []}
+
+
 def test_a_budget_for_pins_is_set_kept_and_lifted(gateway: Gateway) -> None:
     limited = gateway.admin("PATCH", "/tenants/acme", {"pin_budget_bytes": 10}).json()
     assert limited["pin_budget_bytes"] == 10
@@ -203,6 +229,7 @@ def test_status_shows_every_replica(gateway: Gateway) -> None:
             "fp8_kv": False,
             "states": None,
             "host_pages": None,
+            "prompts": {"pinned": 0, "computed": 0},
             "arena_bytes_used": 5,
             "arena_bytes_total": 6,
             "adapters": [

@@ -12,11 +12,10 @@ import pytest
 from pydantic import ValidationError
 from starlette.requests import Request
 
+from lorikeet.apis.chat.request import ChatRequest
+from lorikeet.apis.completions.request import CompletionRequest
+from lorikeet.apis.request import GenerateRequest
 from lorikeet.errors import InvalidInput, RequestTooLarge
-from lorikeet.gateway.apis.api_request import GenerateRequest
-from lorikeet.gateway.apis.chat_request import ChatRequest
-from lorikeet.gateway.apis.completion_request import CompletionRequest
-from lorikeet.gateway.apis.no_ops import CHAT_NO_OPS, COMPLETIONS_NO_OPS
 from lorikeet.gateway.body import MAX_JSON_BYTES, read_body
 from tests.gateway.conftest import Gateway, chat
 
@@ -192,7 +191,7 @@ def test_a_no_op_field_with_another_value_is_refused_by_name(
 
 
 @pytest.mark.parametrize(
-    ("path", "table"), [(CHAT, CHAT_NO_OPS), (COMPLETIONS, COMPLETIONS_NO_OPS)]
+    ("path", "table"), [(CHAT, ChatRequest.no_ops), (COMPLETIONS, CompletionRequest.no_ops)]
 )
 def test_no_op_values_are_accepted(
     unchanged: Gateway, path: str, table: Mapping[str, Sequence[Any]]
@@ -217,7 +216,7 @@ def test_no_op_values_are_accepted(
         ("POST", "/v1/images/edits", "this service generates text"),
         ("POST", "/v1/audio/speech", "this service generates text"),
         ("GET", "/v1/fine_tuning/jobs", "this service generates text"),
-        ("POST", "/classify", "base_url must end in /v1, for /v1/classify"),
+        ("POST", "/embeddings", "base_url must end in /v1, for /v1/embeddings"),
         ("POST", "/chat/completions", "base_url must end in /v1"),
         ("POST", "/responses", "base_url must end in /v1"),
         ("GET", "/models", "base_url must end in /v1"),

@@ -100,7 +100,10 @@ def make(store: ObjectStore, folder: Path, tenant: str = "acme", count: int = LI
 
 
 def run(store: ObjectStore, service: Service) -> "asyncio.Task[Any]":
-    return asyncio.create_task(BatchRunner(*stores(store), service, 16).run())
+    async def lines_of(tenant: str) -> int | None:
+        return {"narrow": 3}.get(tenant)
+
+    return asyncio.create_task(BatchRunner(*stores(store), service, 16, lines_of).run())
 
 
 async def until(condition: Callable[[], object]) -> None:
@@ -243,6 +246,18 @@ async def test_bytes_in_flight_are_bounded(tmp_path: Path, monkeypatch: pytest.M
     await until(lambda: stores(store)[0].mark(batch, ENDED))
     await end(task)
     assert service.answered.total() == 50
+
+
+@in_loop
+async def test_a_tenants_lines_at_once_are_bounded_by_its_own_limit(tmp_path: Path) -> None:
+    store, service = LocalStore(tmp_path / "store"), Service(0.01)
+    batch = make(store, tmp_path, "narrow", 20)
+    task, most = run(store, service), 0
+    while stores(store)[0].mark(batch, ENDED) is None:
+        most = max(most, service.running)
+        await asyncio.sleep(0.001)
+    await end(task)
+    assert most == 3
 
 
 class Overloaded(Service):

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lorikeet.replica.grammars.schema_faults import answer_schemas
+from lorikeet.text.grammars.schema_faults import answer_schemas
 from tests.gateway.conftest import Gateway
 from tests.gateway.official_types import validate_as
 from tests.gateway.scripted_replica import ScriptedReplica

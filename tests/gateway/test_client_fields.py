@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from lorikeet.protocol.messages import Call, Format, FormatKind, Refusal
-from lorikeet.replica.grammars.answer_grammar import answer_grammar
+from lorikeet.text.grammars.answer_grammar import answer_grammar
 from tests.gateway.conftest import Gateway, Items, Script, chat, header
 from tests.gateway.scripted_replica import DEMO, ScriptedReplica
 from tests.gateway.test_bad_requests import CHAT, COMPLETIONS, TURN, error_of

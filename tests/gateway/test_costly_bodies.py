@@ -8,15 +8,14 @@ from typing import Any
 
 import pytest
 
-from lorikeet.catalog.records import KeyRecord, TenantRecord
+from lorikeet.apis.body import MAX_VALUES, parse_json
+from lorikeet.apis.chat.request import ChatRequest
+from lorikeet.apis.completions.request import CompletionRequest
+from lorikeet.apis.messages.request import MessagesRequest
+from lorikeet.apis.request import ApiRequest, CallContext, ResolvedModel
+from lorikeet.apis.responses.request import ResponsesRequest
 from lorikeet.errors import InvalidInput
-from lorikeet.gateway.apis.anthropic_request import MessagesRequest
-from lorikeet.gateway.apis.api_request import ApiRequest, CallContext
-from lorikeet.gateway.apis.chat_request import ChatRequest
-from lorikeet.gateway.apis.completion_request import CompletionRequest
-from lorikeet.gateway.apis.responses_request import ResponsesRequest
-from lorikeet.gateway.auth import Caller, ResolvedModel
-from lorikeet.gateway.body import MAX_JSON_BYTES, MAX_VALUES, parse_json
+from lorikeet.gateway.body import MAX_JSON_BYTES
 from lorikeet.protocol.messages import Call
 from lorikeet_engine.request import SchedulingParams
 from tests.gateway.conftest import Gateway, chat
@@ -27,13 +26,12 @@ LONGEST_S = 0.5
 """Most processor seconds of a body. Without limits, the bodies refused here took 1 to 6 s."""
 MOST_PICKLED = 2 * MAX_JSON_BYTES
 ROOM = 512
-CALLER = Caller(TenantRecord("acme", 0.0), KeyRecord("k", "acme", frozenset(), "", 0.0))
 
 
 def call_of(body: bytes, schema: type[ApiRequest] = ChatRequest) -> Call:
     request = parse_json(body, schema)
     return request.to_call(
-        CallContext("0" * 32, 0, CALLER, SchedulingParams("acme"), ResolvedModel("tiny"))
+        CallContext("0" * 32, 0, "acme", None, SchedulingParams("acme"), ResolvedModel("tiny"))
     )
 
 

@@ -11,7 +11,7 @@ import httpx
 import openai
 import pytest
 
-from lorikeet.answer_stream.openai_format import EventStream
+from lorikeet.apis.chat.answer import EventStream
 from lorikeet.errors import GenerationFailed, Unavailable
 from lorikeet.protocol.messages import Call, Refusal
 from tests.gateway.conftest import (

@@ -10,6 +10,7 @@ import httpx
 import openai
 import pytest
 
+from lorikeet.catalog.records import TenantRecord
 from lorikeet.catalog.store.local import LocalStore
 from lorikeet.errors import InsufficientQuota
 from lorikeet.file_store import CONTENTS, LIFETIME_S, PREFIX, FileStore, clean_up
@@ -19,6 +20,7 @@ from tests.gateway.official_types import validate_as
 from tests.gateway.test_bad_requests import error_of
 
 LINES = b'{"custom_id": "a"}\n' * 100
+TENANT = TenantRecord("acme", 0.0)
 
 
 class Clock:
@@ -164,13 +166,34 @@ def test_two_uploads_at_once_do_not_both_fit_where_one_does(
             if not refused:
                 refused.append("the first is under way")
                 with pytest.raises(InsufficientQuota):
-                    store.upload("acme", path, "second", 3600)
+                    store.upload(TENANT, path, "second", 3600)
 
     refused = list[str]()
     store = FileStore(Slow(tmp_path / "store"), quota_bytes, time.time)
     (tmp_path / "in").write_bytes(b"12")
-    first = store.upload("acme", tmp_path / "in", "first", 3600)
+    first = store.upload(TENANT, tmp_path / "in", "first", 3600)
     assert store.page("acme", 10, None, "asc", None) == ([first], False)
+
+
+def test_a_tenants_own_limits_hold_and_are_shown_with_their_use(gateway: Gateway) -> None:
+    first = upload(gateway)
+    own = {"files_bytes": 3 * len(LINES), "max_files": 2, "batch_lines": 5}
+    assert gateway.admin("PATCH", "/tenants/acme", own).json().items() >= own.items()
+    upload(gateway)
+    with pytest.raises(openai.RateLimitError, match=r"bytes in 2 files.*delete some") as refused:
+        upload(gateway)
+    assert refused.value.code == "insufficient_quota"
+    gateway.openai().files.delete(first.id)
+    with pytest.raises(openai.RateLimitError):
+        upload(gateway, 3 * LINES)
+    answer = gateway.request("GET", "/v1/limits", gateway.keys["acme"]).json()
+    assert {row["limit"]: (row["most"], row["used"]) for row in answer["data"]} == {
+        "files_bytes": (3 * len(LINES), len(LINES)),
+        "max_files": (2, 1),
+        "open_batches": (20, 0),
+        "batch_lines": (5, None),
+    }
+    assert upload(gateway, tenant="globex").bytes == len(LINES)
 
 
 def test_more_files_than_can_be_listed_are_refused(

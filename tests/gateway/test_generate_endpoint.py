@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 from starlette.requests import Request
 
+from lorikeet.apis.body import B
+from lorikeet.apis.chat.request import ChatRequest
+from lorikeet.apis.completions.request import CompletionRequest
+from lorikeet.apis.request import ApiRequest
+from lorikeet.apis.responses.request import ResponsesRequest
 from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.records import Scope
 from lorikeet.catalog.store.local import LocalStore
 from lorikeet.errors import InvalidInput, InvalidKey, RateLimited, UnknownModel
-from lorikeet.gateway.apis.api_request import ApiRequest
-from lorikeet.gateway.apis.chat_request import ChatRequest
-from lorikeet.gateway.apis.completion_request import CompletionRequest
-from lorikeet.gateway.apis.responses_request import ResponsesRequest
 from lorikeet.gateway.auth import RequestAuthenticator
-from lorikeet.gateway.body import B
 from lorikeet.gateway.catalog_view import GatewayCatalogView
 from lorikeet.gateway.generate import GenerateEndpoint
 from lorikeet.gateway.large_bodies import LARGE_BYTES, LargeBodies

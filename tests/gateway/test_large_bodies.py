@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from starlette.requests import ClientDisconnect, Request
 
+from lorikeet.apis.chat.request import ChatRequest
 from lorikeet.errors import InvalidInput, RateLimited
 from lorikeet.gateway import large_bodies
-from lorikeet.gateway.apis.chat_request import ChatRequest
 from lorikeet.gateway.large_bodies import LARGE_BYTES, MAX_WAITING_BYTES, LargeBodies
 from tests.gateway.conftest import chat
 

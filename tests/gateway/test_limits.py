@@ -13,7 +13,7 @@ import httpx
 import openai
 import pytest
 
-from lorikeet.answer_stream.openai_format import EventStream
+from lorikeet.apis.chat.answer import EventStream
 from lorikeet.catalog.records import Scope
 from lorikeet.errors import LimitStatus, StoreRefused, Unavailable
 from lorikeet.gateway.error_responses import error_response
@@ -428,4 +428,5 @@ def test_limits_show_what_is_used_of_them(gateway: Gateway) -> None:
 
 def test_a_tenant_without_limits_has_none_to_show(gateway: Gateway) -> None:
     answer = gateway.request("GET", "/v1/limits", gateway.keys["globex"]).json()
-    assert (answer["data"], answer["adapters"]) == ([], None)
+    services = {"files_bytes", "max_files", "open_batches"}
+    assert ({row["limit"] for row in answer["data"]}, answer["adapters"]) == (services, None)

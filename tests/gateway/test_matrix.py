@@ -16,10 +16,10 @@ from fastapi.routing import iter_route_contexts
 from typer.main import get_command
 from typer.testing import CliRunner
 
+from lorikeet.apis.errors import TINKER
 from lorikeet.batch_store import BatchStore
 from lorikeet.catalog.records import Scope
 from lorikeet.cli import app as command
-from lorikeet.error_shapes import TINKER
 from lorikeet.gateway.app import create_app
 from lorikeet.gateway.services import Services
 from lorikeet.gateway.tinker import requests as tinker
@@ -47,7 +47,9 @@ OPEN: set[Route] = {
     ("GET", "/ui/{name}"),
 }
 
-POOLING = ("/v1/classify", "/v1/score", "/v1/pooling")
+RERANK = ("/v1/rerank", "/v2/rerank", "/rerank")
+SCORING = ("/v1/classify", "/v1/score", "/v1/pooling", "/classify", "/score", "/pooling")
+POOLING = (*SCORING, *RERANK)
 """Paths for adapters with a head. The matrix' adapter has none, so its owner gets a 400."""
 
 TENANTS: Mapping[Route, Callable[[str, str], tuple[str, Any]] | None] = {
@@ -79,7 +81,11 @@ TENANTS: Mapping[Route, Callable[[str, str], tuple[str, Any]] | None] = {
         chat(model),
     ),
     **{
-        ("POST", path): lambda model, _, path=path: (path, {"model": model, "input": "hello"})
+        ("POST", path): lambda model, _, path=path: (
+            path,
+            {"model": model}
+            | ({"query": "a", "documents": ["b"]} if path in RERANK else {"input": "hello"}),
+        )
         for path in POOLING
     },
     ("POST", "/v1/embeddings"): lambda model, _: (
@@ -195,6 +201,8 @@ ADMINS: set[Route] = {
     ("PUT", "/pins/{tenant}/{name}"),
     ("DELETE", "/pins/{tenant}"),
     ("DELETE", "/pins/{tenant}/{name}"),
+    ("GET", "/pins/{tenant}/{name}/prompt"),
+    ("DELETE", "/pins/{tenant}/{name}/prompt"),
     ("GET", "/tenants"),
     ("POST", "/tenants"),
     ("GET", "/tenants/{tenant}"),

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from lorikeet.answer_stream.answer import event_stream, whole_answer
-from lorikeet.answer_stream.openai_format import Choice, Ending
+from lorikeet.apis.answer import event_stream, whole_answer
 from lorikeet.protocol.messages import Call, Endpoint, FinalUsage, Format, Refusal, StreamItem
-from tests.answer_stream.test_openai_format import CALLS
+from lorikeet.text.choice import Choice, Ending
+from tests.apis.test_chat_answer import CALLS
 from tests.gateway.conftest import Gateway, Played, chat, demo_encoder, header, repeat
 from tests.gateway.scripted_replica import Script
 from tests.gateway.test_bad_requests import error_of

@@ -18,9 +18,9 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
+from lorikeet.apis.errors import TINKER
 from lorikeet.catalog.records import Scope
-from lorikeet.error_shapes import TINKER
-from lorikeet.gateway.apis.openapi import document
+from lorikeet.gateway.routes.openapi import document
 from lorikeet.gateway.tinker.requests import SAMPLE, sampling_session_id
 from lorikeet.gateway.vllm.requests import LOAD, NO_OPS, QUESTIONS, REFUSED, SKYRL_LOAD, UNLOAD
 from tests.gateway.conftest import Gateway, chat

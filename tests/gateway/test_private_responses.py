@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from lorikeet.catalog.records import Scope
-from lorikeet.gateway.apis.openapi import document
+from lorikeet.gateway.routes.openapi import document
 from tests.gateway.conftest import Gateway
 from tests.gateway.test_matrix import appearance
 

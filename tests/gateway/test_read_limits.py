@@ -11,8 +11,8 @@ import pytest
 from fastapi.routing import APIRoute
 from starlette.routing import Route
 
+from lorikeet.apis.errors import TINKER
 from lorikeet.catalog.records import Scope
-from lorikeet.error_shapes import TINKER
 from lorikeet.gateway.app import create_app
 from lorikeet.gateway.routes import usage as usage_routes
 from lorikeet.gateway.services import ServedModel, Services

@@ -7,10 +7,10 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-from lorikeet.answer_stream.openai_format import Choice, Ending
-from lorikeet.answer_stream.responses_format import ResponseEventStream, response_body
+from lorikeet.apis.responses.answer import ResponseEventStream, response_body
 from lorikeet.protocol.messages import Call, Endpoint, FinalUsage, Format, Refusal, StreamItem
-from tests.answer_stream.test_openai_format import CALLS
+from lorikeet.text.choice import Choice, Ending
+from tests.apis.test_chat_answer import CALLS
 from tests.gateway.conftest import Gateway, header
 from tests.gateway.test_bad_requests import error_of
 

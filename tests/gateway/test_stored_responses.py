@@ -11,8 +11,7 @@ from typing import Any
 import openai
 import pytest
 
-from lorikeet.answer_stream.openai_format import Ending
-from lorikeet.answer_stream.responses_format import ResponseEventStream
+from lorikeet.apis.responses.answer import ResponseEventStream
 from lorikeet.catalog.store.local import LocalStore
 from lorikeet.errors import StoreError
 from lorikeet.gateway import stored_responses
@@ -27,6 +26,7 @@ from lorikeet.response_store import (
     StoredResponse,
     clean_up,
 )
+from lorikeet.text.choice import Ending
 from tests.gateway.conftest import (
     LIMITS,
     Gateway,

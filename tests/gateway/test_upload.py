@@ -201,9 +201,9 @@ BAD_BLOBS: dict[str, tuple[Callable[[bytes], bytes], str]] = {
 }
 
 
-def with_head(folder: Path) -> tuple[bytes, str]:
+def with_head(folder: Path, **config: Any) -> tuple[bytes, str]:
     """Return a blob made from a folder with a saved head, and the head's SHA-256."""
-    peft = make_peft(folder / "peft")
+    peft = make_peft(folder / "peft", config=config)
     head = np.ones((SHAPE.vocabulary, SHAPE.hidden), np.float32)
     weights = peft / "adapter_model.safetensors"
     tensors = load(weights.read_bytes()) | {"base_model.model.lm_head.weight": head}
@@ -233,6 +233,22 @@ def test_a_blob_with_a_saved_head_is_accepted_if_the_head_is_the_base_models(
     assert "save_embedding_layers=False" in error["message"]
     gateway.engines.base_matrices.add(digest)
     assert gateway.upload("acme/headed", made).status_code == 201
+
+
+def test_of_a_head_that_was_trained_whole_the_rows_that_differ_become_the_version(
+    gateway: Gateway, tmp_path: Path
+) -> None:
+    made, _ = with_head(tmp_path, modules_to_save=["lm_head"])
+    gateway.engines.changed = [3, 9]
+    first, again = gateway.upload("acme/headed", made), gateway.upload("acme/headed", made)
+    assert (first.status_code, again.status_code) == (201, 200)
+    version = first.json()
+    assert version == again.json()
+    stored = gateway.catalog.store.get(blob_key(version["digest"]))
+    assert hashlib.sha256(stored).hexdigest() == version["digest"]
+    rows = load(stored)["base_model.model.lm_head.modules_to_save.weight"]
+    assert rows.shape == (2, SHAPE.hidden)
+    assert version["touches"]["tokens"] == 2
 
 
 def test_a_rank_above_the_limit_is_refused(unchanged: Gateway, tmp_path: Path) -> None:

@@ -6,8 +6,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from loadtest.bench_goodput import search
-from loadtest.real_service.adapter_traffic import Traffic
+from loadtest.bench_goodput import Traffic, search
 from loadtest.real_service.adapters import model_name
 
 ORDER = np.random.default_rng(0).permutation(100)
@@ -25,26 +24,6 @@ def test_traffic_arrives_at_the_rate_within_the_context_and_falls_by_zipfs_law()
     assert share == pytest.approx(1 / sum(1 / k for k in range(1, 101)), rel=0.2)
     assert sessions == Traffic(ORDER, context=2048).sessions(50, 60, 1)
     assert sessions != Traffic(ORDER, context=2048).sessions(50, 60, 2)
-
-
-def test_fixed_lengths_depend_on_neither_rate_nor_seed():
-    traffic = Traffic(ORDER, context=2048, lengths=20)
-    runs = [traffic.sessions(rate, 60, seed) for rate, seed in ((5, 1), (10, 2))]
-    few, many = (
-        [(r.prompt_tokens, r.output_tokens) for session in run for r in session.requests]
-        for run in runs
-    )
-    assert many[: len(few)] == few
-    assert few[:20] == few[20:40]
-    assert len(set(few)) == 20
-
-
-def test_further_requests_can_arrive_beside_those_of_the_rate():
-    more_at_s = np.array([0.5, 59.0])
-    sessions = Traffic(ORDER, context=2048).sessions(5, 60, 1, more_at_s)
-    assert len(sessions) == len(Traffic(ORDER, context=2048).sessions(5, 60, 1)) + 2
-    assert {0.5, 59.0} <= {session.at_s for session in sessions}
-    assert all(a.at_s <= b.at_s for a, b in pairwise(sessions))
 
 
 def test_the_warm_up_requests_every_adapter_once_and_the_most_popular_last():

@@ -71,19 +71,6 @@ def test_the_goodput_of_a_small_model_is_found_with_its_stages(bench):
     assert f"goodput: {wrote['best_per_s']:g} requests a second" in printed
 
 
-def test_refusals_behind_a_backlog_are_timed(bench):
-    rates = ("--seconds=8", "--ramp=3", "--backlog=700", "--rates", "2", "40")
-    printed, wrote = bench("loadtest.bench_overload", *ALONE, *FEW_ADAPTERS, *rates)
-    few, many = wrote["overload"]
-    assert [few["rate"], many["rate"]] == [2, 40]
-    assert few["broken"] == many["broken"] == 0
-    assert max(few["of_most"], many["of_most"]) == 1
-    assert many["refusals"]["refused"] > 0
-    assert many["refusals"]["refusal_p50"] <= many["refusals"]["refusal_most"]
-    assert min(many["refusals"]["retry_after"]) >= 1
-    assert "accepted_then" in printed
-
-
 def test_structured_streams_are_compared_with_plain_streams(bench):
     sizes = ("--checked=2", "--streams=4", "--tokens=24", "--rounds=2", "--repeats=1")
     printed, wrote = bench(

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lorikeet.answer_stream.openai_format import failed_completion_event
+from lorikeet.apis.chat.answer import failed_completion_event
 
 ROOT = Path(__file__).parents[2]
 KEYS = {"acme": "lk_acme", "bolt": "lk_bolt"}

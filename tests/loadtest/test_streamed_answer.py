@@ -11,11 +11,10 @@ from loadtest.streamed_answer import (
     StreamedAnswer,
     StreamFormat,
 )
-from lorikeet.answer_stream.answer import event_stream
-from lorikeet.answer_stream.openai_format import Ending
+from lorikeet.apis.answer import event_stream, failed_event
 from lorikeet.errors import GenerationFailed
-from lorikeet.gateway.replica_response import failed_event
 from lorikeet.protocol.messages import Call, Endpoint, FinalUsage
+from lorikeet.text.choice import Ending
 from tests.gateway.conftest import Played
 from tests.loadtest.test_client import HEAD, chunked
 

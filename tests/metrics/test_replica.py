@@ -37,7 +37,7 @@ def test_every_number_of_the_status_has_its_metric() -> None:
     assert page.total("lorikeet_state_bytes") == 21
     for event, times in (("restored", 22), ("saved", 23), ("evicted", 24)):
         assert page.total("lorikeet_state_events_total", event=event) == times
-    for state, pages in (("used", 31), ("total", 60)):
+    for state, pages in (("used", 31), ("prompts", 12), ("total", 60)):
         assert page.total("lorikeet_kv_host_pages", state=state) == pages
     assert page.total("lorikeet_kv_host_page_bytes") == 32
     for event, times in (("stored", 33), ("fetched", 34), ("evicted", 35), ("damaged", 36)):

@@ -2,7 +2,7 @@
 
 import time
 
-from lorikeet.replica.grammars.matcher import ModelGrammars
+from lorikeet.replica.grammar_matcher import ModelGrammars
 from lorikeet.settings import Settings
 from lorikeet_engine.engine import Engine
 from lorikeet_engine.scheduling.request_queue import InputProcessor

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lorikeet.answer_stream.answer import refusal_of
+from lorikeet.apis.answer import refusal_of
 from lorikeet.catalog.store.local import LocalStore
 from lorikeet.errors import StoreError
 from lorikeet.replica.engine_process import CatalogAdapterSource

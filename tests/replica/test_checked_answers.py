@@ -7,17 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from lorikeet.answer_stream.openai_format import SaidChoice, SchemaCheck
 from lorikeet.errors import InvalidInput
 from lorikeet.protocol.messages import Call, Endpoint, FinalUsage, Format, ToolUse
-from lorikeet.replica.grammars import sandbox
-from lorikeet.replica.grammars.held_schema import held_schema
-from lorikeet.replica.grammars.matcher import ModelGrammars
-from lorikeet.replica.grammars.schema_check import broken_keyword
+from lorikeet.replica import grammar_sandbox as sandbox
+from lorikeet.replica.grammar_matcher import ModelGrammars
 from lorikeet.replica.replica import Replica
 from lorikeet.replica.request_builder import RequestBuilder
 from lorikeet.settings import Settings
 from lorikeet.text.call_encoding import encode_call
+from lorikeet.text.choice import SaidChoice, SchemaCheck
+from lorikeet.text.grammars.held_schema import held_schema
+from lorikeet.text.grammars.schema_check import broken_keyword
 from lorikeet.text.prompts import PromptEncoder
 from lorikeet_engine.errors import EngineOverloaded, InvalidRequest
 from lorikeet_engine.request import SamplingParams

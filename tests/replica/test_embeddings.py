@@ -11,10 +11,10 @@ import torch
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
+from lorikeet.apis.pooling.request import with_pooling
 from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.store.object_store import open_store
 from lorikeet.gateway.admin.blob_validation import validate_blob
-from lorikeet.gateway.apis.pool_request import with_pooling
 from lorikeet.gateway.services import ServedModel, read_base_models
 from lorikeet.protocol.messages import Call, Endpoint, FinalUsage, Refusal
 from lorikeet.replica.replica import Replica

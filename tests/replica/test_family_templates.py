@@ -10,8 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from lorikeet.answer_stream.tool_calls import ToolCallParser
-from lorikeet.answer_stream.tool_syntax import (
+from lorikeet.errors import UnsupportedParameter
+from lorikeet.protocol.messages import Thinking, ToolUse
+from lorikeet.replica.grammar_matcher import ModelGrammars
+from lorikeet.text.prompts import PromptEncoder
+from lorikeet.text.tools.calls import ToolCallParser
+from lorikeet.text.tools.syntax import (
     EXAONE,
     FUNCTION_GEMMA,
     FUNCTOOLS,
@@ -31,10 +35,6 @@ from lorikeet.answer_stream.tool_syntax import (
     SEED,
     TOOL_CODE,
 )
-from lorikeet.errors import UnsupportedParameter
-from lorikeet.protocol.messages import Thinking, ToolUse
-from lorikeet.replica.grammars.matcher import ModelGrammars
-from lorikeet.text.prompts import PromptEncoder
 from tests.text.test_prompts import CHAT, DEMO, encoder, text_of
 
 USE = ToolUse(

@@ -16,10 +16,13 @@ import jsonschema
 import pytest
 from tokenizers import AddedToken, Tokenizer
 
-from lorikeet.answer_stream.answer import Answer
-from lorikeet.answer_stream.detokenizer import Vocabulary
-from lorikeet.answer_stream.tool_calls import ToolCallParser
-from lorikeet.answer_stream.tool_syntax import (
+from lorikeet.apis.answer import Answer
+from lorikeet.protocol.messages import Thinking, ToolUse
+from lorikeet.replica.grammar_matcher import ModelGrammars, TextMatcher
+from lorikeet.text.detokenizer import Vocabulary
+from lorikeet.text.grammars.tool_grammar import call_grammar
+from lorikeet.text.tools.calls import ToolCallParser
+from lorikeet.text.tools.syntax import (
     EXAONE,
     FUNCTION_GEMMA,
     GEMMA_4,
@@ -34,9 +37,6 @@ from lorikeet.answer_stream.tool_syntax import (
     SEED,
     ToolSyntax,
 )
-from lorikeet.protocol.messages import Thinking, ToolUse
-from lorikeet.replica.grammars.matcher import ModelGrammars, TextMatcher
-from lorikeet.replica.grammars.tool_grammar import call_grammar
 from lorikeet_engine.request import FinishReason, Tokens
 from tests.gateway.test_glm import GLM_4_7
 from tests.replica.test_grammar import possible

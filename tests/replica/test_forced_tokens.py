@@ -19,10 +19,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from loadtest.engine.random_model import random_model, write_config
 from loadtest.schemas import SCHEMAS
 from lorikeet.protocol.messages import Call, Endpoint, FinalUsage, Format, StreamItem
-from lorikeet.replica.grammars.format_grammar import schema_grammar
-from lorikeet.replica.grammars.matcher import ModelGrammars, TextMatcher
+from lorikeet.replica.grammar_matcher import ModelGrammars, TextMatcher
 from lorikeet.replica.replica import Replica
 from lorikeet.settings import Settings
+from lorikeet.text.grammars.format_grammar import schema_grammar
 from lorikeet_engine.engine import Engine, EngineSettings
 from lorikeet_engine.models.llama import load_model
 from lorikeet_engine.request import Request, SamplingParams

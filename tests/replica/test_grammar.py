@@ -24,12 +24,12 @@ from loadtest.real_service.random_models import random_vocabulary
 from loadtest.schemas import SCHEMAS as FORMS
 from lorikeet.errors import InvalidInput
 from lorikeet.protocol.messages import Call, Endpoint, Format, Refusal, ToolUse
-from lorikeet.replica.grammars import sandbox as grammar_sandbox
-from lorikeet.replica.grammars.format_grammar import format_grammar, schema_grammar
-from lorikeet.replica.grammars.matcher import ModelGrammars
-from lorikeet.replica.grammars.sandbox import GrammarSandbox
+from lorikeet.replica import grammar_sandbox
+from lorikeet.replica.grammar_matcher import ModelGrammars
+from lorikeet.replica.grammar_sandbox import GrammarSandbox
 from lorikeet.replica.replica import Replica
 from lorikeet.settings import Settings
+from lorikeet.text.grammars.format_grammar import format_grammar, schema_grammar
 from lorikeet_engine.engine import Engine, EngineSettings
 from lorikeet_engine.errors import EngineOverloaded, InvalidRequest
 from lorikeet_engine.request import FinishReason, Request, SamplingParams, SchedulingParams
@@ -409,7 +409,7 @@ class TestRefusals:
     def test_the_sandbox_works_under_a_hard_memory_limit(self):
         code = (
             "import resource, pathlib\n"
-            "from lorikeet.replica.grammars.sandbox import GrammarSandbox\n"
+            "from lorikeet.replica.grammar_sandbox import GrammarSandbox\n"
             "resource.setrlimit(resource.RLIMIT_DATA, (8 << 30, 8 << 30))\n"
             f"sandbox = GrammarSandbox(pathlib.Path({str(DEMO)!r}))\n"
             "assert sandbox._problem('start: /a/') is None\n"

@@ -11,8 +11,8 @@ DEMO = Path(__file__).parents[2] / "demo" / "model"
 PROGRAM = """
 import json, sys, time
 from pathlib import Path
-from lorikeet.replica.grammars.format_grammar import schema_grammar
-from lorikeet.replica.grammars.matcher import ModelGrammars
+from lorikeet.text.grammars.format_grammar import schema_grammar
+from lorikeet.replica.grammar_matcher import ModelGrammars
 from lorikeet_engine.sampling import grammar_worker
 from lorikeet_engine.sampling.grammar_worker import GrammarWorker
 

@@ -9,15 +9,15 @@ import jsonschema
 import numpy as np
 import pytest
 
-from lorikeet.answer_stream.detokenizer import NO_STOP_STRINGS
-from lorikeet.answer_stream.harmony import HarmonyChoice
-from lorikeet.answer_stream.openai_format import Ending, whole_calls
-from lorikeet.answer_stream.tool_syntax import HARMONY
 from lorikeet.protocol.messages import Call, Format, FormatKind, ToolUse
-from lorikeet.replica.grammars.matcher import ModelGrammars
+from lorikeet.replica.grammar_matcher import ModelGrammars
 from lorikeet.replica.request_builder import PreparedCall, prepare_call
 from lorikeet.text.call_encoding import encode_call
+from lorikeet.text.choice import Ending, whole_calls
+from lorikeet.text.detokenizer import NO_STOP_STRINGS
+from lorikeet.text.harmony import HarmonyChoice
 from lorikeet.text.prompts import PromptEncoder
+from lorikeet.text.tools.syntax import HARMONY
 from lorikeet_engine.errors import InvalidRequest
 from lorikeet_engine.request import FinishReason, Tokens
 from tests.replica.harmony_model import harmony_model

@@ -15,13 +15,13 @@ from tokenizers import Tokenizer
 
 from lorikeet.errors import InvalidInput
 from lorikeet.protocol.messages import Call, Endpoint, Format, ToolUse
-from lorikeet.replica.grammars.format_grammar import schema_grammar
-from lorikeet.replica.grammars.held_schema import held_schema
-from lorikeet.replica.grammars.matcher import ModelGrammars
-from lorikeet.replica.grammars.patterns import other_texts, without_lookaheads
-from lorikeet.replica.grammars.sandbox import GrammarSandbox
-from lorikeet.replica.grammars.schema_check import broken_keyword
-from lorikeet.replica.grammars.schema_faults import ignored_keywords
+from lorikeet.replica.grammar_matcher import ModelGrammars
+from lorikeet.replica.grammar_sandbox import GrammarSandbox
+from lorikeet.text.grammars.format_grammar import schema_grammar
+from lorikeet.text.grammars.held_schema import held_schema
+from lorikeet.text.grammars.patterns import other_texts, without_lookaheads
+from lorikeet.text.grammars.schema_check import broken_keyword
+from lorikeet.text.grammars.schema_faults import ignored_keywords
 from lorikeet_engine.errors import InvalidRequest
 from tests.replica.schema_keywords import (
     CHECKED,

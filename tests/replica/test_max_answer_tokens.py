@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 
-from lorikeet.answer_stream.prompt_echoes import PromptEchoes
 from lorikeet.errors import InvalidInput
 from lorikeet.protocol.messages import Call, EncodedCall, Endpoint
 from lorikeet.replica.request_builder import (
@@ -14,6 +13,7 @@ from lorikeet.replica.request_builder import (
     max_answer_tokens,
     max_tokens_in_body,
 )
+from lorikeet.text.prompt_echoes import PromptEchoes
 from lorikeet_engine.request import SamplingParams
 
 ENGINE = 100

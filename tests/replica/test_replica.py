@@ -10,15 +10,16 @@ import time
 from array import array
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
 from demo.fill_catalog import fill_catalog
 from demo.tasks import TASKS
-from lorikeet.answer_stream import response_stream as response_stream_module
 from lorikeet.catalog.reader import CatalogReader
 from lorikeet.catalog.store.object_store import open_store
 from lorikeet.errors import InvalidSetting
+from lorikeet.protocol import response_stream as response_stream_module
 from lorikeet.protocol.messages import (
     AnswerHeader,
     Call,
@@ -27,12 +28,19 @@ from lorikeet.protocol.messages import (
     Format,
     Refusal,
 )
-from lorikeet.protocol.placement_decision import PinTarget, PlacementDecision, PrefetchTarget
+from lorikeet.protocol.placement_decision import (
+    PinnedPrompt,
+    PinTarget,
+    PlacementDecision,
+    PrefetchTarget,
+)
 from lorikeet.protocol.status_update import from_stats
+from lorikeet.replica import pinned_prompts, request_builder
 from lorikeet.replica import replica as replica_module
-from lorikeet.replica import request_builder
 from lorikeet.replica.replica import Replica
+from lorikeet.request_defaults import RequestDefaults
 from lorikeet.settings import Settings
+from lorikeet.text.adapter_templates import AdapterTemplates
 from lorikeet.text.call_encoding import encode_call
 from lorikeet.text.prompts import PromptEncoder
 from lorikeet_engine.adapter import AdapterRef, Residency
@@ -397,6 +405,60 @@ def test_a_plan_that_does_not_name_the_replica_changes_nothing(settings, ref):
         assert pinned(await replica.report())
         await replica.apply_plan({"r0": PlacementDecision()})
         await until(lambda report: not pinned(report), replica)
+
+    run(settings, scenario)
+
+
+PROMPT = RequestDefaults(None, "You are a clerk of the parcel service Quillon. " * 6)
+OWN_TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+
+
+@pytest.mark.parametrize("template", [None, OWN_TEMPLATE])
+def test_a_pinned_prompt_is_computed_before_its_first_user_asks(settings, ref, template):
+    prompt = PinnedPrompt(ref, replace(PROMPT, chat_template=template))
+    target = PinTarget(ref, Residency.GPU, (prompt,))
+    message = {"role": "user", "content": "pencil"}
+
+    async def scenario(replica):
+        async def cached_tokens(tenant=ref.tenant):
+            call = replace(CALL, adapter=ref, endpoint=Endpoint.CHAT, prompts=(), tenant=tenant)
+            chat = replace(call, messages=(message,), defaults=prompt.defaults, max_tokens=1)
+            encoder = replica._encoder
+            if template is not None:
+                render = partial(encode_call, chat, max_context=2**20)
+                encoded = await AdapterTemplates().run("t", encoder, template, render)
+            else:
+                encoded = encode_call(chat, encoder, 2**20)
+            async with local_gateway(replica, tenant) as gateway:
+                items = [item async for item in gateway.stream_encoded(encoded)]
+            body = json.loads(b"".join(item for item in items if isinstance(item, bytes)))
+            return body["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+        await replica.apply_plan({"r0": PlacementDecision({ref.digest: target})})
+        await until(lambda report: report.prompts == {prompt.name: None}, replica)
+        assert await cached_tokens("other") == 0, "another tenant's"
+        assert await cached_tokens() >= 256
+        await replica.apply_plan(
+            {"r0": PlacementDecision({ref.digest: replace(target, prompts=())})}
+        )
+        assert (await replica.report()).prompts == {}
+
+    run(settings, scenario)
+
+
+def test_a_prompt_that_cannot_be_computed_says_why_and_is_tried_again(settings, ref, monkeypatch):
+    monkeypatch.setattr(pinned_prompts, "_CHECK_S", 0.05)
+    lost = replace(ref, digest="0" * 64)
+    prompts = PinnedPrompt(lost, PROMPT), PinnedPrompt(ref, PROMPT)
+    pins = {each.ref.digest: PinTarget(each.ref, Residency.GPU, (each,)) for each in prompts}
+
+    async def scenario(replica):
+        await replica.apply_plan({"r0": PlacementDecision(pins)})
+        await until(lambda report: report.prompts[prompts[1].name] is None, replica)
+        said = (await replica.report()).prompts[prompts[0].name]
+        assert f"{lost}" in said
+        replica._prompts._progress[prompts[0].name].failure = ""
+        await until(lambda report: report.prompts[prompts[0].name], replica)
 
     run(settings, scenario)
 

@@ -8,7 +8,6 @@ import pytest
 
 from demo.fill_catalog import fill_catalog
 from demo.tasks import TASKS
-from lorikeet.answer_stream.output_log import outputs_of, tokens_in
 from lorikeet.catalog.reader import CatalogReader
 from lorikeet.catalog.store.object_store import open_store
 from lorikeet.protocol.messages import (
@@ -21,6 +20,7 @@ from lorikeet.protocol.messages import (
     RunningUsage,
     ToolUse,
 )
+from lorikeet.protocol.output_log import outputs_of, tokens_in
 from lorikeet.replica.replica import Replica
 from lorikeet.settings import Settings
 from lorikeet.text.call_encoding import encode_call

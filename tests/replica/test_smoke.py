@@ -23,7 +23,7 @@ from lorikeet.replica.smoke import Completions, run_smoke_test
 from lorikeet.settings import Settings
 from lorikeet.text.prompts import PromptEncoder
 from lorikeet_engine.adapter import AdapterRef, Residency
-from lorikeet_engine.adapter_format import BaseCopy, write_blob
+from lorikeet_engine.adapter_format import BaseCopy, WholeModule, row_digests, write_blob
 
 TASK = TASKS[0]
 PEFT = ADAPTERS / TASK.tenant / TASK.name
@@ -141,3 +141,15 @@ def test_a_replica_compares_copies_with_its_base_models_matrices(settings, ask):
     )
     assert ask(lambda replica: replica.changed_copies([same])) == []
     assert ask(lambda replica: replica.changed_copies([same, changed])) == ["embed_tokens"]
+
+
+def test_a_replica_compares_rows_with_its_base_models(settings, ask):
+    model = safetensors.torch.load_file(settings.base_models["lorikeet-demo"] / "model.safetensors")
+    matrix = model["model.embed_tokens.weight"].float()
+    matrix[[3, 70]] += 1
+    digests = row_digests(row.numpy().tobytes() for row in matrix)
+    modules = [
+        WholeModule("embed_tokens", "F32", digests),
+        WholeModule("lm_head", "F32", digests[:-8]),
+    ]
+    assert ask(lambda replica: replica.changed_rows(modules)) == {"embed_tokens": [3, 70]}

@@ -12,9 +12,13 @@ import jsonschema
 import pytest
 from tokenizers import AddedToken, Tokenizer
 
-from lorikeet.answer_stream.detokenizer import Detokenizer, Vocabulary
-from lorikeet.answer_stream.tool_calls import ToolCallParser
-from lorikeet.answer_stream.tool_syntax import (
+from lorikeet.errors import InvalidInput
+from lorikeet.protocol.messages import ToolUse
+from lorikeet.replica.grammar_matcher import ModelGrammars, TextMatcher
+from lorikeet.text.detokenizer import Detokenizer, Vocabulary
+from lorikeet.text.grammars.tool_grammar import text_grammar
+from lorikeet.text.tools.calls import ToolCallParser
+from lorikeet.text.tools.syntax import (
     FUNCTION_GEMMA,
     GEMMA_4,
     GLM,
@@ -30,13 +34,9 @@ from lorikeet.answer_stream.tool_syntax import (
     ToolSyntax,
     XmlTags,
 )
-from lorikeet.errors import InvalidInput
-from lorikeet.protocol.messages import ToolUse
-from lorikeet.replica.grammars.matcher import ModelGrammars, TextMatcher
-from lorikeet.replica.grammars.tool_grammar import text_grammar
 from lorikeet_engine.errors import InvalidRequest
-from tests.answer_stream.test_tool_calls import in_gemmas, in_xml
 from tests.replica.test_grammar import possible
+from tests.text.test_tool_calls import in_gemmas, in_xml
 
 DEMO = Path(__file__).parents[2] / "demo" / "model"
 PLACE = {

@@ -13,25 +13,17 @@ import jsonschema
 import pytest
 from tokenizers import AddedToken, Tokenizer
 
-from lorikeet.answer_stream.answer import Answer
-from lorikeet.answer_stream.reasoning import GEMMA_TAGS, MISTRAL_TAGS, THINK_TAGS
-from lorikeet.answer_stream.tool_call_bodies import calls_of
-from lorikeet.answer_stream.tool_syntax import (
-    GEMMA_4,
-    GLM,
-    HERMES,
-    LLAMA,
-    MINISTRAL,
-    QWEN_XML,
-    ToolSyntax,
-)
+from lorikeet.apis.answer import Answer
 from lorikeet.errors import InvalidInput
 from lorikeet.protocol.messages import Call, Endpoint, Format, FormatKind, Thinking
-from lorikeet.replica.grammars.answer_grammar import answer_grammar
-from lorikeet.replica.grammars.matcher import ModelGrammars, TextMatcher
+from lorikeet.replica.grammar_matcher import ModelGrammars, TextMatcher
 from lorikeet.replica.request_builder import RequestBuilder
 from lorikeet.text.call_encoding import encode_call
+from lorikeet.text.grammars.answer_grammar import answer_grammar
 from lorikeet.text.prompts import PromptEncoder
+from lorikeet.text.reasoning import GEMMA_TAGS, MISTRAL_TAGS, THINK_TAGS
+from lorikeet.text.tools.call_bodies import calls_of
+from lorikeet.text.tools.syntax import GEMMA_4, GLM, HERMES, LLAMA, MINISTRAL, QWEN_XML, ToolSyntax
 from lorikeet_engine.errors import InvalidRequest
 from lorikeet_engine.request import FinishReason, Tokens
 from tests.replica.test_grammar import possible

@@ -4,7 +4,7 @@ import asyncio
 from contextlib import aclosing, asynccontextmanager
 from itertools import count
 
-from lorikeet.answer_stream.response_stream import ResponseBuffers
+from lorikeet.protocol.response_stream import ResponseBuffers
 from lorikeet.text.call_encoding import encode_call
 
 _numbers = count()

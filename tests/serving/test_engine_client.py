@@ -9,7 +9,6 @@ from dataclasses import replace
 import grpc
 import pytest
 
-from lorikeet.answer_stream.output_log import logged
 from lorikeet.errors import GenerationFailed, ReplicasLost, Unavailable
 from lorikeet.protocol.messages import (
     AnswerHeader,
@@ -23,10 +22,11 @@ from lorikeet.protocol.messages import (
     ResumeReason,
     Work,
 )
+from lorikeet.protocol.output_log import logged
+from lorikeet.routing.fleet import fleet_of
 from lorikeet.routing.ranking import RoutingRequest
 from lorikeet.serving import engine_client as engines_module
 from lorikeet.serving.engine_client import ServeEngineClient
-from lorikeet.serving.fleet_registry import fleet_of
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.errors import LoadFault
 from lorikeet_engine.request import SamplingParams, Tokens

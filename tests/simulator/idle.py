@@ -8,4 +8,4 @@ def idle(replica: SimulatedReplica) -> bool:
     arena = replica.arena
     leased = (each.leases > (adapter in arena._pinned) for adapter, each in arena.residents.items())
     queues = (replica.waiting, replica._blocked, replica.queue, replica._ends, replica.decoding)
-    return not replica._prompts and not any(queues) and not any(leased) and not replica.outstanding
+    return not replica._prompts and not any(queues) and not any(leased)

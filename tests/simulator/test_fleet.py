@@ -5,13 +5,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from loadtest.simulator.scenario import Scenario
 from lorikeet.rendezvous import by_preference
+from lorikeet.routing.ranking import RoutingStatus
 from lorikeet.simulator.fleet import SimulatedFleet
-from lorikeet.simulator.router import LeastCostRouter
 from lorikeet_engine.adapter import Residency
-from lorikeet_engine.residency.eviction_score import LeastUsedForItsSize
 from tests.simulator.idle import idle
+from tests.simulator.scenario import Scenario
 
 SMALL = Scenario(
     adapters=200, replicas=4, gpu_room=0.15, duration_s=60.0, warm_up_s=20.0, reshuffle_s=30.0
@@ -20,26 +19,32 @@ SMALL = Scenario(
 
 def fleet_of(scenario, **changes):
     setup = replace(scenario.setup(), **changes)
-    return SimulatedFleet(
-        setup, scenario.requests(), LeastCostRouter(scenario.seed), LeastUsedForItsSize()
-    )
+    return SimulatedFleet(setup, scenario.requests())
 
 
-@pytest.mark.parametrize("changes", [{}, {"disk_room": 0.3, "host_room": 0.1}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"disk_room": 0.1, "host_room": 0.05}, {"base_share": 0.3}]
+)
 def test_a_run_ends_idle(changes):
     fleet = fleet_of(replace(SMALL, **changes))
     fleet.run()
-    assert np.isfinite(fleet.ttft_s).all()
-    assert fleet.in_flight == 0
+    steps, prompts = fleet.setup.costs.steps, fleet.requests.prompts
+    cheapest_s = min(steps.rows_s(n) / n for n in range(1, steps.step_tokens + 1))
+    least_s = cheapest_s * prompts + steps.prompt_seen_s * prompts**2 / 2
+    assert (fleet.ttft_s >= least_s - 1e-9).all()
     for replica in fleet.replicas:
         assert idle(replica)
-        assert replica.status.loading_bytes == 0
+        assert replica.status == RoutingStatus()
         held = sum(fleet.sizes[adapter] for adapter in replica.arena.residents)
         assert replica.arena.free == fleet.setup.gpu_bytes - held
         assert replica.arena.room == fleet.setup.gpu_bytes
-        for adapter in replica.arena.residents:
-            assert replica in fleet.on_gpu[adapter]
-    assert sum(map(len, fleet.on_gpu)) == sum(len(one.arena.residents) for one in fleet.replicas)
+    tiers = zip(fleet.on_gpu, fleet.on_host, fleet.on_disk, strict=True)
+    for adapter, holders in enumerate(tiers):
+        truth = [
+            [one.number for one in fleet.replicas if adapter in held(one)]
+            for held in (lambda r: r.arena.residents, lambda r: r.host, lambda r: r.disk)
+        ]
+        assert [sorted(one.number for one in tier) for tier in holders] == truth
 
 
 def test_pinned_adapters_are_always_hits():

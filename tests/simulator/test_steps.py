@@ -5,13 +5,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from loadtest.simulator.scenario import Scenario
 from lorikeet.routing.ranking import H200_LLAMA_8B
 from lorikeet.simulator.fleet import SimulatedFleet
-from lorikeet.simulator.router import LeastCostRouter
 from lorikeet.simulator.traffic import Requests
 from lorikeet_engine.costs import seen_tokens
-from lorikeet_engine.residency.eviction_score import LeastUsedForItsSize
+from tests.simulator.scenario import Scenario
 
 STEPS = H200_LLAMA_8B.steps
 FIRST_S = STEPS.prefill_s(100, 0)
@@ -25,7 +23,7 @@ def first_tokens_s(*requests, costs=H200_LLAMA_8B, **settings):
     times_s, prompts, answers = map(np.array, zip(*requests, strict=True))
     setup = replace(Scenario(replicas=1, warm_up_s=0.0, costs=costs).setup(), **settings)
     made = Requests(times_s, np.full(len(times_s), -1), prompts, answers)
-    fleet = SimulatedFleet(setup, made, LeastCostRouter(1), LeastUsedForItsSize())
+    fleet = SimulatedFleet(setup, made)
     fleet.run()
     return fleet.ttft_s
 

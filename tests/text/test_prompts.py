@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 from tokenizers import Encoding
 
-from lorikeet.answer_stream.tool_syntax import HERMES, LLAMA
 from lorikeet.errors import (
     ContextLengthExceeded,
     InvalidInput,
@@ -20,10 +19,11 @@ from lorikeet.errors import (
     UnsupportedParameter,
 )
 from lorikeet.protocol.messages import Call, Endpoint, Format, ToolUse
-from lorikeet.replica.grammars.answer_grammar import answer_grammar
-from lorikeet.replica.grammars.format_grammar import schema_grammar
-from lorikeet.replica.grammars.matcher import ModelGrammars
+from lorikeet.replica.grammar_matcher import ModelGrammars
+from lorikeet.text.grammars.answer_grammar import answer_grammar
+from lorikeet.text.grammars.format_grammar import schema_grammar
 from lorikeet.text.prompts import PromptEncoder
+from lorikeet.text.tools.syntax import HERMES, LLAMA
 
 DEMO = Path("demo/model")
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}

@@ -26,7 +26,15 @@ process.
 
 from lorikeet_engine.adapter_format.adapter_memory import FLOAT32_MEMORY, AdapterMemory
 from lorikeet_engine.adapter_format.base_config import decoder_config, read_config, read_json
-from lorikeet_engine.adapter_format.base_copies import BaseCopy, base_copies
+from lorikeet_engine.adapter_format.base_copies import (
+    DIGEST_BYTES,
+    BaseCopy,
+    WholeModule,
+    base_copies,
+    keep_rows,
+    row_digests,
+    whole_modules,
+)
 from lorikeet_engine.adapter_format.base_names import (
     is_fp8_copy,
     is_nf4_copy,
@@ -84,6 +92,7 @@ from lorikeet_engine.adapter_format.values import SCAN_ALIGNMENT, ValueScan, che
 __all__ = [
     "ALIGNMENT",
     "CONFIG_FILE",
+    "DIGEST_BYTES",
     "EMBEDDING_FILES",
     "FAMILIES",
     "FLOAT32_MEMORY",
@@ -108,6 +117,7 @@ __all__ = [
     "Tensor",
     "TensorSpan",
     "ValueScan",
+    "WholeModule",
     "aligned",
     "base_copies",
     "base_head",
@@ -118,6 +128,7 @@ __all__ = [
     "is_fp8_copy",
     "is_nf4",
     "is_nf4_copy",
+    "keep_rows",
     "last_part",
     "pickled_weights",
     "quantized_linears",
@@ -127,11 +138,13 @@ __all__ = [
     "read_spec",
     "read_trtllm_pair",
     "refuse_added_tokens",
+    "row_digests",
     "same_model",
     "served_quantization",
     "shard_names",
     "trained_on",
     "unquantised_name",
+    "whole_modules",
     "write_blob",
     "write_peft_folder",
 ]

@@ -49,8 +49,13 @@ from lorikeet_engine.adapter_format.tensor_names import (
     token_rows_module,
     token_rows_name,
     vector_name,
+    whole_name,
 )
-from lorikeet_engine.adapter_format.token_rows import tokens_metadata, trained_tokens
+from lorikeet_engine.adapter_format.token_rows import (
+    rows_metadata,
+    trained_modules,
+    trained_tokens,
+)
 from lorikeet_engine.adapter_format.vectors import check_vectors, take_vectors
 from lorikeet_engine.errors import AdapterRejected
 
@@ -86,7 +91,9 @@ def write_blob(folder: Path, out: Path, warn: Warn = lambda _: None) -> str:
     refuse_unsupported(raw)  # first, since the config explains more than tensor names
     tensors = mlx_tensors(folder) if mlx else saved_tensors(folder)
     tensors = _of_the_decoder(tensors, warn)
-    copies = [describe_copy(*copy) for copy in take_tensors(tensors, copied_module).items()]
+    copied = {canonical_module(m): t for m, t in take_tensors(tensors, copied_module).items()}
+    whole = {module: copied.pop(module) for module in trained_modules(raw, copied)}
+    copies = [describe_copy(m.rpartition(".")[2], tensor) for m, tensor in copied.items()]
     rows, of_head = (take_tensors(tensors, key) for key in (token_rows_module, head_part))
     head, embedder = trained_head(raw, of_head, folder), read_embedder(folder)
     tokens, vectors = trained_tokens(raw, rows), take_vectors(tensors)
@@ -96,6 +103,7 @@ def write_blob(folder: Path, out: Path, warn: Warn = lambda _: None) -> str:
     check_vectors(raw, vectors, [*map(canonical_module, pairs)])
     modules, config = join_parts(*stack_experts(_in_blobs(pairs), config))
     named: dict[str, Written] = {token_rows_name(m): tensor for m, tensor in rows.items()}
+    named |= {whole_name(module): tensor for module, tensor in whole.items()}
     named |= {head_tensor_name(part): tensor for part, tensor in of_head.items()}
     for module, sides in modules.items():
         named |= {tensor_name(module, side): tensor for side, tensor in sides.items()}
@@ -106,7 +114,8 @@ def write_blob(folder: Path, out: Path, warn: Warn = lambda _: None) -> str:
         with out.open("wb") as file:
             places = {name: (tensor.blob_dtype, tensor.shape) for name, tensor in named.items()}
             metadata = {METADATA_KEY: config.to_json()} | copies_metadata(copies)
-            metadata |= tokens_metadata(tokens) | head_metadata(head)
+            all_rows = {module: range(tensor.shape[0]) for module, tensor in whole.items()}
+            metadata |= rows_metadata(tokens, all_rows) | head_metadata(head)
             metadata |= embedder_metadata(embedder)
             file.write(header_bytes(places, metadata))
             for tensor in named.values():

@@ -14,7 +14,7 @@ from typing import Any
 from lorikeet_engine.adapter_format.experts.names import experts_kind
 from lorikeet_engine.adapter_format.experts.unsloth import LAYOUT_KEY
 from lorikeet_engine.adapter_format.expressions import Expressions, bad_config
-from lorikeet_engine.adapter_format.families import EMBEDDINGS, LayerKind
+from lorikeet_engine.adapter_format.families import EMBEDDINGS, HEAD, LayerKind
 from lorikeet_engine.adapter_format.header import parse_json_object
 from lorikeet_engine.adapter_format.peft_release import (
     LOST_BIASES,
@@ -87,8 +87,8 @@ _WITHOUT_EFFECT = frozenset(
 _NOTES = ("unsloth_", "swift_", "_")
 _BIASES = ("none", "all", "lora_only", False, None)
 _REASONS = {
-    "modules_to_save": "whole modules cannot be served beside the base model, except a head named "
-    "score or classifier; train without them",
+    "modules_to_save": "whole modules cannot be served beside the base model, except lm_head, "
+    "embed_tokens, and a head named score or classifier; train without the others",
     "loftq_config": "LoftQ changes the base model; train without it",
     "layer_replication": "replicated layers make another base model; train without them",
     "use_qalora": "QA-LoRA pools the layers' inputs; train with use_qalora=False",
@@ -301,11 +301,19 @@ def _has_lost_biases(raw: Mapping[str, Any], warn: Callable[[str], object]) -> b
 
 def _is_served(key: str, value: Any) -> bool:
     """Whether an option is modules_to_save and names only modules that can be served: a
-    classification head, and modules of a vision part, whose tensors are not stored.
+    classification head, lm_head, embed_tokens, and modules of a vision part, whose tensors are not
+    stored.
     """
     names = value if isinstance(value, list) else [None]
     return key == "modules_to_save" and all(
-        isinstance(name, str) and (name in HEAD_MODULES or is_of_vision(name)) for name in names
+        isinstance(name, str)
+        and (
+            name in HEAD_MODULES
+            or is_of_vision(name)
+            or is_outer(name, HEAD)
+            or is_outer(name, EMBEDDINGS)
+        )
+        for name in names
     )
 
 

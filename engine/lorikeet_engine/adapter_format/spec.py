@@ -31,9 +31,16 @@ from lorikeet_engine.adapter_format.tensor_names import (
     take_tensors,
     tensor_name,
     token_rows_module,
+    whole_module,
     with_shared_a,
 )
-from lorikeet_engine.adapter_format.token_rows import TokenRows, parse_tokens, read_token_rows
+from lorikeet_engine.adapter_format.token_rows import (
+    MODULES_KEY,
+    TOKENS_KEY,
+    TokenRows,
+    parse_rows,
+    read_token_rows,
+)
 from lorikeet_engine.adapter_format.vectors import (
     LinearVectors,
     check_has_place,
@@ -126,8 +133,8 @@ class AdapterSpec:
     linears: adapted linears, sorted by layer, then by index in the shape's modules.
     max_rank: largest LoRA rank of any adapted linear.
     size_bytes: size of the blob.
-    token_rows: rows of trained tokens. If the base model's head is tied, rows of the embeddings
-        apply to the head as well.
+    token_rows: rows of trained tokens and of modules that were trained whole. If the base model's
+        head is tied, trained tokens of the embeddings are listed for the head as well.
     vectors: DoRA's magnitudes and biases, sorted like `linears`. A linear can have biases alone.
     invocation_tokens: of an activated LoRA, the tokens from which on it changes a prompt; else ().
     head: classification or reward head; None: the adapter generates.
@@ -178,7 +185,7 @@ class AdapterSpec:
             layers=len({p.layer for p in self.linears if names[p.linear] not in OUTER_MODULES}),
             min_rank=min(part.rank for part in self.linears),
             parameters=sum(math.prod((p.a, p.b)[side].shape) for p, side in self._matrices())
-            + sum(math.prod(part.rows.shape) for part in self.token_rows)
+            + sum(math.prod(rows.shape) for rows in {part.rows for part in self.token_rows})
             + sum(math.prod(span.shape) for part in self.vectors for span in part.spans.values())
             + (0 if self.head is None else self.head.parameters),
             tokens=len({each for part in self.token_rows for each in part.ids}),
@@ -247,7 +254,8 @@ def read_spec(blob: Path, shape: BaseShape, limits: AdapterLimits) -> AdapterSpe
     for copy in parse_copies(header.metadata):
         _check_copy(copy, shape)
     matrices = dict(header.tensors)
-    rows, of_head = (take_tensors(matrices, key) for key in (token_rows_module, head_part))
+    kinds = (token_rows_module, whole_module, head_part)
+    rows, whole, of_head = (take_tensors(matrices, key) for key in kinds)
     vectors = take_vectors(matrices)
     pairs = pair_tensors(with_shared_a(matrices))
     for key in (*config.rank_pattern, *config.alpha_pattern):
@@ -269,7 +277,14 @@ def read_spec(blob: Path, shape: BaseShape, limits: AdapterLimits) -> AdapterSpe
         linears=tuple(_with_alternation(linears, shape)),
         max_rank=max(part.rank for part in linears),
         size_bytes=size,
-        token_rows=read_token_rows(parse_tokens(header.metadata), rows, pairs, shape),
+        token_rows=read_token_rows(
+            parse_rows(header.metadata, TOKENS_KEY),
+            rows,
+            parse_rows(header.metadata, MODULES_KEY),
+            whole,
+            pairs,
+            shape,
+        ),
         vectors=_vectors(vectors, config, shape, {(p.layer, p.linear) for p in linears}),
         invocation_tokens=tuple(config.alora_invocation_tokens),
         head=read_head(parse_head(header.metadata), of_head, shape),

@@ -52,8 +52,9 @@ _MODELS = r"(?:(?:language_)?model\.|backbone\.)"
 _SAVED_MODULE = re.compile(rf"({_MODELS}{{0,3}})(layers\.([0-9]{{1,6}})\.[\w.]+)")
 _COPY = re.compile(
     rf"(?:base_model\.model\.)?{_MODELS}{{0,2}}(lm_head|embed_tokens|embeddings)"
-    r"(?:\.base_layer)?\.weight"
+    r"(?:\.base_layer|\.modules_to_save(?:\.[\w-]{1,64})?)?\.weight"
 )
+_WHOLE = re.compile(r"base_model\.model\.(lm_head|model\.embed_tokens)\.modules_to_save\.weight")
 # Parts of models that see images or hear sounds: encoders, and projectors to hidden states.
 _VISION = re.compile(
     r"(?:base_model\.model\.)?(?:model\.){0,2}(?:visual|vision_tower|vision_model"
@@ -198,6 +199,17 @@ def token_rows_module(name: str) -> str | None:
 def token_rows_name(module: str) -> str:
     """Return the name, in blobs (stored adapters), of the tensor of a module's trained rows."""
     return f"base_model.model.{module}.token_adapter.trainable_tokens_delta"
+
+
+def whole_module(name: str) -> str | None:
+    """Return the module, trained whole, whose rows a tensor in a blob holds; None for others."""
+    match = _WHOLE.fullmatch(name)
+    return match[1] if match else None
+
+
+def whole_name(module: str) -> str:
+    """Return the name, in blobs, of the tensor with the rows of a module that was trained whole."""
+    return f"base_model.model.{module}.modules_to_save.weight"
 
 
 def canonical_module(saved: str) -> str:

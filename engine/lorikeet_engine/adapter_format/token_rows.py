@@ -1,11 +1,15 @@
-"""Trained tokens: rows of embed_tokens or lm_head that an adapter replaces.
+"""Rows of embed_tokens or lm_head that an adapter replaces.
 
-PEFT's `trainable_token_indices`. A file holds a module's rows [tokens, hidden], in the order of the
-config's list of tokens; a blob has that list under a metadata key of its own.
+PEFT trains such rows in two ways. Of `trainable_token_indices`, a file holds a module's rows
+[tokens, hidden], in the order of the config's list of tokens. Of `modules_to_save`, it holds the
+whole module [vocabulary, hidden]; a blob may hold only the rows that differ from the base model's.
+A blob lists the token ids of the rows under two metadata keys, one for each way, since they differ
+if the base model ties both modules: trained tokens of embed_tokens then are lm_head's as well, and
+a whole module stands for itself.
 """
 
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,11 +21,13 @@ from lorikeet_engine.adapter_format.tensor_names import is_outer
 from lorikeet_engine.errors import AdapterRejected, AdapterTooLarge
 
 TOKENS_KEY = "lorikeet_trained_tokens"
-MAX_TOKENS = 256
-_OPTION = "trainable_token_indices"
+MODULES_KEY = "lorikeet_trained_modules"
+MAX_LISTED = 65_536
+"""Largest number of listed tokens; a header has room for their ids."""
+_OPTION, _MODULES_OPTION = "trainable_token_indices", "modules_to_save"
 
-TokensByModule = Mapping[str, tuple[int, ...]]
-"""Token id of each trained row, by the module of the rows: "lm_head" or "model.embed_tokens"."""
+TokensByModule = Mapping[str, Sequence[int]]
+"""Token id of each row, by the module of the rows: "lm_head" or "model.embed_tokens"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +43,12 @@ class TokenRows:
 
     linear: int
     name: str
-    ids: tuple[int, ...]
+    ids: Sequence[int]
     rows: TensorSpan
 
     def matrix(self) -> str:
         """Name of these rows, for error messages."""
-        return f"{self.name}.trainable_tokens_delta"
+        return f"{self.name}.weight"
 
 
 def trained_tokens(raw: Mapping[str, Any], saved: Collection[str]) -> TokensByModule:
@@ -55,7 +61,7 @@ def trained_tokens(raw: Mapping[str, Any], saved: Collection[str]) -> TokensByMo
     saved: modules whose trained rows the trainer has saved, named as in blobs (stored adapters).
 
     Raises AdapterRejected for malformed lists and if rows or their ids are missing, and
-    AdapterTooLarge for more than MAX_TOKENS tokens of a module.
+    AdapterTooLarge for more than MAX_LISTED tokens of a module.
     """
     option = raw.get(_OPTION) or {}
     tokens = {}
@@ -78,53 +84,102 @@ def trained_tokens(raw: Mapping[str, Any], saved: Collection[str]) -> TokensByMo
     return tokens
 
 
-def tokens_metadata(tokens: TokensByModule) -> dict[str, str]:
-    """Return the metadata entries of an adapter's file that list trained tokens; empty if none."""
-    if not tokens:
-        return {}
-    return {TOKENS_KEY: json.dumps(tokens, sort_keys=True, separators=(",", ":"))}
+def trained_modules(raw: Mapping[str, Any], saved: Collection[str]) -> tuple[str, ...]:
+    """Return which of lm_head and embed_tokens PEFT has trained whole, named as in blobs.
+
+    With ensure_weight_tying, PEFT saves an lm_head that is tied to whole embeddings, too.
+
+    raw: PEFT's config.
+    saved: modules whose whole matrices are in the file, named as in blobs (stored adapters).
+
+    Raises AdapterRejected if a matrix is missing.
+    """
+    names = [str(name) for name in raw.get(_MODULES_OPTION) or ()]
+    found = [m.module for m in (HEAD, EMBEDDINGS) if any(is_outer(name, m) for name in names)]
+    for module in found:
+        if module not in saved:
+            raise bad_config(
+                f"the weights of {module} are not in the file: save the adapter again, or train "
+                "without modules_to_save",
+                _MODULES_OPTION,
+            )
+    if found == [EMBEDDINGS.module] and raw.get("ensure_weight_tying") and HEAD.module in saved:
+        found.append(HEAD.module)
+    return tuple(found)
 
 
-def parse_tokens(metadata: Mapping[str, str]) -> TokensByModule:
-    """Parse the ids of trained tokens from the metadata of an adapter's file.
+def rows_metadata(tokens: TokensByModule, modules: TokensByModule) -> dict[str, str]:
+    """Return the metadata entries of an adapter's file that list replaced rows; empty if none.
 
-    Raises AdapterRejected for malformed lists, and AdapterTooLarge for more than MAX_TOKENS tokens
+    tokens: ids of trained tokens.
+    modules: ids of the rows of modules that were trained whole; a range from 0 is all rows.
+    """
+    return {
+        key: json.dumps(
+            {m: len(ids) if isinstance(ids, range) else [*ids] for m, ids in rows.items()},
+            sort_keys=True,
+            separators=(",", ":"),
+        )
+        for key, rows in ((TOKENS_KEY, tokens), (MODULES_KEY, modules))
+        if rows
+    }
+
+
+def parse_rows(metadata: Mapping[str, str], key: str) -> TokensByModule:
+    """Parse the ids of replaced rows from the metadata of an adapter's file.
+
+    key: TOKENS_KEY or MODULES_KEY.
+
+    Raises AdapterRejected for malformed lists, and AdapterTooLarge for more than MAX_LISTED tokens
     of a module.
     """
-    text = metadata.get(TOKENS_KEY)
+    text = metadata.get(key)
     if text is None:
         return {}
-    listed = parse_json_object(text, f"__metadata__.{TOKENS_KEY}")
+    listed = parse_json_object(text, f"__metadata__.{key}")
     if not listed.keys() <= {HEAD.module, EMBEDDINGS.module}:
-        raise AdapterRejected("trained tokens of an unknown module", field=TOKENS_KEY)
-    return {module: _checked(ids, TOKENS_KEY) for module, ids in listed.items()}
+        raise AdapterRejected("trained tokens of an unknown module", field=key)
+    return {
+        module: range(ids)
+        if key == MODULES_KEY and type(ids) is int and 0 < ids < 2**24
+        else _checked(ids, key)
+        for module, ids in listed.items()
+    }
 
 
 def read_token_rows(
     tokens: TokensByModule,
     saved: Mapping[str, TensorSpan],
+    modules: TokensByModule,
+    whole: Mapping[str, TensorSpan],
     adapted: Collection[str],
     shape: BaseShape,
 ) -> tuple[TokenRows, ...]:
-    """Return the trained rows in an adapter's file, in the order of the modules in its metadata.
+    """Return the replaced rows in an adapter's file.
 
-    tokens: ids of trained tokens, from the metadata.
-    saved: the tensors of the blob that hold rows, by module.
+    If the base model ties lm_head to the embeddings, trained tokens of the embeddings are returned
+    for both, with the same place in the file.
+
+    tokens, modules: ids of trained tokens, and of the rows of modules that were trained whole, from
+        the metadata.
+    saved, whole: the tensors of the blob that hold rows of either, by module.
     adapted: modules that have LoRA, named as in blobs.
     shape: sizes of the base model.
 
-    Raises AdapterRejected for rows that do not fit the base model, and for a module that both LoRA
-    and rows change.
+    Raises AdapterRejected for rows that do not fit the base model, and for a module that is changed
+    in two ways.
     """
-    if saved.keys() - tokens.keys():
+    if saved.keys() - tokens.keys() or whole.keys() != modules.keys():
         raise AdapterRejected("there are rows of tokens that are not listed", field=TOKENS_KEY)
+    rows = {EMBEDDINGS.module: EMBEDDING_ROWS, HEAD.module: HEAD_ROWS}
+    names = {EMBEDDINGS.module: EMBEDDINGS.name, HEAD.module: HEAD.name}
     found = []
-    for module, ids in tokens.items():
-        span = saved.get(module)
+    listed = [(module, ids, saved.get(module), shape.tied) for module, ids in tokens.items()]
+    listed += [(module, ids, whole[module], False) for module, ids in modules.items()]
+    for module, ids, span, both in listed:
         if span is None:
             _require(shape.tied and module == HEAD.module, module, "its rows are not in the file")
             continue
-        name = EMBEDDINGS.name if module == EMBEDDINGS.module else HEAD.name
         want = (len(ids), shape.hidden)
         _require(span.shape == want, module, f"its rows are {list(span.shape)}, not {list(want)}")
         _require(
@@ -133,16 +188,23 @@ def read_token_rows(
             f"token {max(ids)} is not in the base model's vocabulary of {shape.vocabulary}, and "
             "resized vocabularies cannot be served; train tokens that it has",
         )
-        rows = EMBEDDING_ROWS if module == EMBEDDINGS.module else HEAD_ROWS
-        found.append(TokenRows(shape.index(rows.name), name, ids, span))
-    _require(
-        not (shape.tied and len(found) > 1),
-        HEAD.module,
-        "it has the embeddings' weights: train tokens of embed_tokens alone",
-    )
-    changed = set(tokens) | ({HEAD.module} if shape.tied and found else set())
-    for module in changed & set(adapted):
-        _require(False, module, "it has LoRA, too, and both cannot be served; train one of them")
+        _require(
+            not isinstance(ids, range) or len(ids) == shape.vocabulary,
+            module,
+            f"it has {len(ids)} rows and the base model {shape.vocabulary}: resized vocabularies "
+            "cannot be served; train with the base model's",
+        )
+        _require(
+            not (both and module == HEAD.module and EMBEDDINGS.module in tokens),
+            module,
+            "it has the embeddings' weights: train tokens of embed_tokens alone",
+        )
+        both = both and module == EMBEDDINGS.module
+        for each in (EMBEDDINGS.module, HEAD.module) if both else (module,):
+            _require(each not in adapted, each, "it has LoRA, too; train one of them")
+            found.append(TokenRows(shape.index(rows[each].name), names[each], ids, span))
+    linears = [part.linear for part in found]
+    _require(len({*linears}) == len(linears), HEAD.module, "they are trained in two ways")
     return tuple(found)
 
 
@@ -151,7 +213,7 @@ def _require(good: bool, module: str, fault: str) -> None:
         raise AdapterRejected(f"trained tokens of {module}: {fault}", field=module)
 
 
-def digits(ids: tuple[int, ...]) -> Iterator[tuple[int, int, int]]:
+def digits(ids: Sequence[int]) -> Iterator[tuple[int, int, int]]:
     """Yield the three base-256 digits of each token id, lowest first."""
     return ((each & 255, each >> 8 & 255, each >> 16) for each in ids)
 
@@ -162,11 +224,11 @@ def _checked(ids: Any, field: str) -> tuple[int, ...]:
         raise AdapterRejected(
             f"{field} wants a list of different token ids for each module", field=field
         )
-    if len(ids) > MAX_TOKENS:
+    if len(ids) > MAX_LISTED:
         raise AdapterTooLarge(
-            f"{len(ids)} trained tokens in one module: the limit is {MAX_TOKENS}",
+            f"{len(ids)} trained tokens in one module: the limit is {MAX_LISTED}",
             field=field,
             tokens=len(ids),
-            max_tokens=MAX_TOKENS,
+            max_tokens=MAX_LISTED,
         )
     return tuple(ids)

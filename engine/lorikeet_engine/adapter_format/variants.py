@@ -28,6 +28,7 @@ from lorikeet_engine.adapter_format.tensor_names import (
     split_tensor_name,
     split_vector_name,
     token_rows_module,
+    whole_module,
 )
 
 _WORDS = {1: "uint8", 2: "uint16", 4: "uint32"}
@@ -151,14 +152,15 @@ def _lora_modules(parts: _Parts) -> set[str]:
     return {
         module
         for name, module in parts.modules.items()
-        if not (token_rows_module(name) or head_part(name)) and split_vector_name(name) is None
+        if not (token_rows_module(name) or whole_module(name) or head_part(name))
+        and split_vector_name(name) is None
     }
 
 
 def _module_of(name: str) -> str:
     if head_part(name):
         return SCORE.module
-    if rows := token_rows_module(name):
+    if rows := token_rows_module(name) or whole_module(name):
         return f"{rows} (trained tokens)"
     vector = split_vector_name(name)
     return vector[0] if vector else split_tensor_name(name)[0]

@@ -168,7 +168,7 @@ def _assemble(
     needs, context = page_needs(model.config, settings), model.config.max_context
     kv_tokens = needs.tokens(kv_pages, context)
     log.info("engine_assembled", extra=start.facts | {"kv_tokens": kv_tokens})
-    info = _info(model, settings, min(context, kv_tokens), step_costs)
+    info = _info(model, settings, min(context, kv_tokens), step_costs, kv_tokens)
     step_budget = StepBudget(settings.inter_token_goal_s, step_costs, runner.prompt_sizes)
     room = settings.max_batch_tokens - settings.max_running
     pieces = None
@@ -261,7 +261,11 @@ def _capability(device: torch.device) -> tuple[int, int] | None:
 
 
 def _info(
-    model: LlamaModel, settings: EngineSettings, max_context: int, step_costs: StepCosts
+    model: LlamaModel,
+    settings: EngineSettings,
+    max_context: int,
+    step_costs: StepCosts,
+    kv_tokens: int,
 ) -> EngineInfo:
     config = model.config
     packed = stays_packed(settings, _capability(torch.device(settings.device)))
@@ -277,6 +281,7 @@ def _info(
         tensor_parallel=settings.tensor_parallel,
         dtype=settings.dtype,
         generates=model.generates,
+        kv_tokens=kv_tokens,
     )
 
 

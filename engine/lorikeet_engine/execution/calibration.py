@@ -29,10 +29,12 @@ log = logging.getLogger(__name__)
 _RANK = 16
 # Numbers of decodes that are timed. A single decode has matrix kernels of its own on CUDA.
 _DECODES = (1, 2, 32, 128, 256)
+_FEW = 2  # decodes: a step of no more is too small to tell how larger ones behave
 _LONG_CONTEXT = 4096
 # Tokens of the chunk, and its two depths, that give the cost of tokens a prompt attends to.
 _CHUNK = 512
 _SHALLOW, _DEEP = 1024, 1 << 16
+_SLOW_CHUNK = 128  # tokens of the chunk where steps are slow
 # Most tokens of the chunk that gives pieces_s: deep enough for piecewise graphs, else small.
 _PIECES_CHUNK = 128
 # Step that gives split_s: number of decodes, their context, tokens of the chunk, its depth.
@@ -41,9 +43,9 @@ _BESIDE, _BESIDE_CONTEXT, _BESIDE_CHUNK, _BESIDE_DEPTH = 64, 1024, 192, 8192
 _MIN_RANK_S = 1e-9
 # Noise can hide the cost of rows where attention seems to take all of a step.
 _MIN_ROWS_S = 1e-6
-# Where a chunk takes longer, as on a CPU, the largest step takes no less for each token: it is not
-# timed, which would be most of such an engine's start.
-_SLOW_S = 2.0
+# A step that takes longer, as on a CPU, is bound by its arithmetic: larger steps take no less for
+# each token, and are not timed, as they would be most of such an engine's start.
+_SLOW_S = 0.5
 
 
 def measure_step_costs(
@@ -66,10 +68,10 @@ def measure_step_costs(
     steps = StepTimer(runner, kv_pages, settings)
     dummies = _DummyAdapters.that_fit(arena.weights, shape, settings)
     with random_kv(runner.kv) if runner.model.device.type == "cuda" else nullcontext():
-        costs = _of_base(steps, settings)
+        costs, chunk = _of_base(steps, settings)
         if dummies.count:
             with dummies.in_place(arena):
-                costs = _with_lora(costs, steps, dummies)
+                costs = _with_lora(costs, steps, dummies, chunk)
     if not dummies.count and settings.inter_token_goal_s is not None:
         raise SettingsError(
             f"adapter_gpu_bytes={settings.adapter_gpu_bytes}: too small to measure what ranks "
@@ -79,20 +81,22 @@ def measure_step_costs(
     return costs
 
 
-def _of_base(steps: StepTimer, settings: EngineSettings) -> StepCosts:
+def _of_base(steps: StepTimer, settings: EngineSettings) -> tuple[StepCosts, int]:
+    """Measure the costs of steps without adapters; return them and the tokens of a timed chunk."""
     most, full = settings.max_running, settings.max_batch_tokens
-    decodes_s = {n: steps.decodes_s(n) for n in (*(n for n in _DECODES if n < most), most)}
+    decodes_s, chunk, deep = _decodes_s(steps, most), min(_CHUNK, full), _DEEP
+    if max(decodes_s) < most:
+        chunk, deep = min(_SLOW_CHUNK, full), 2 * _SHALLOW
     costs = StepCosts(
         window=steps.window, windowed=steps.windowed, step_tokens=full, max_running=most
     )
     costs = replace(costs, seen_token_s=_seen_token_s(steps, decodes_s, costs))
     sees_s = costs.seen_token_s * costs.decode_sees(steps.context)
     rows_s = {n: s - n * sees_s for n, s in decodes_s.items()}
-    chunk = min(_CHUNK, full)
-    prompt_seen_s, chunk_s = _chunk(steps, chunk, costs)
+    prompt_seen_s, chunk_s = _chunk(steps, chunk, deep, costs)
     costs = replace(costs, prompt_seen_s=prompt_seen_s)
     costs = replace(costs, pieces_s=_pieces_s(steps, rows_s, costs))
-    if chunk > most:
+    if chunk > max(rows_s):
         rows_s[chunk] = chunk_s - costs.pieces_s
     if full > (last := max(rows_s)):
         seen_s = costs.prompts_seen_s(steps.seen(full), beside_decodes=False)
@@ -101,7 +105,20 @@ def _of_base(steps: StepTimer, settings: EngineSettings) -> StepCosts:
     # More work is never faster: measurements that say so, here and below, are noise.
     rising = accumulate((max(_MIN_ROWS_S, s) for s in rows_s.values()), max)
     costs = replace(costs, rows=tuple(map(RowsTime, rows_s, rising)))
-    return replace(costs, split_s=_split_s(steps, costs))
+    return replace(costs, split_s=_split_s(steps, costs)), chunk
+
+
+def _decodes_s(steps: StepTimer, most: int) -> dict[int, float]:
+    """Time steps of 1 to `most` decodes; return the seconds by number of decodes.
+
+    Stops after the first step of more than _FEW decodes that takes longer than _SLOW_S.
+    """
+    timed_s = dict[int, float]()
+    for n in (*(n for n in _DECODES if n < most), most):
+        timed_s[n] = steps.decodes_s(n)
+        if n > _FEW and timed_s[n] > _SLOW_S:
+            break
+    return timed_s
 
 
 def _seen_token_s(steps: StepTimer, decodes_s: dict[int, float], usual: StepCosts) -> float:
@@ -124,14 +141,15 @@ def _seen_token_s(steps: StepTimer, decodes_s: dict[int, float], usual: StepCost
     return max(0.0, up / down) if down else usual.seen_token_s
 
 
-def _chunk(steps: StepTimer, tokens: int, usual: StepCosts) -> tuple[float, float]:
+def _chunk(steps: StepTimer, tokens: int, deep: int, usual: StepCosts) -> tuple[float, float]:
     """Time prompt chunks; return prompt_seen_s, the seconds for each token that a prompt token
     attends to, and a chunk's seconds without attention.
 
     tokens: number of tokens of a chunk.
+    deep: depth of the deepest chunk, if contexts are long enough.
     usual: default costs; its prompt_seen_s is returned if contexts are too short to measure.
     """
-    deep = min(_DEEP, steps.longest - tokens)
+    deep = min(deep, steps.longest - tokens)
     if deep < tokens:  # short contexts: chunks see too few tokens to measure their cost
         return usual.prompt_seen_s, steps.prompts_s(tokens)
     shallow = min(_SHALLOW, deep // 2)
@@ -169,7 +187,7 @@ def _split_s(steps: StepTimer, costs: StepCosts) -> float:
     chunk = min(_BESIDE_CHUNK, costs.step_tokens - decodes, steps.longest)
     depth = min(_BESIDE_DEPTH, steps.longest - chunk)
     seen = seen_tokens(chunk, depth)
-    if seen < SEEN_TO_SPLIT:  # contexts are too short to tell
+    if seen < SEEN_TO_SPLIT or costs.rows_s(decodes + chunk) > _SLOW_S:  # it hardly shows
         return costs.split_s
     both = [*steps.decodes(decodes, context), steps.prompt(chunk, depth)]
     sees = decodes * costs.decode_sees(context)
@@ -177,16 +195,20 @@ def _split_s(steps: StepTimer, costs: StepCosts) -> float:
     return max(0.0, steps.shortest_s(both) - apart_s)
 
 
-def _with_lora(costs: StepCosts, steps: StepTimer, dummies: "_DummyAdapters") -> StepCosts:
+def _with_lora(
+    costs: StepCosts, steps: StepTimer, dummies: "_DummyAdapters", chunk: int
+) -> StepCosts:
     """Measure the costs of adapters, and return `costs` with them: lora_s, rank_s and lora_token_s.
 
     costs: measured costs of steps without adapters.
     dummies: adapters to run the timed steps with, already in the arena.
+    chunk: tokens of the step with adapters that is timed if the largest step takes too long.
     """
     rank, many, most = dummies.rank, dummies.count, costs.step_tokens
-    chunk = min(_CHUNK, most)
     chunk_s = costs.step_s(chunk, 0, 0, seen=steps.seen(chunk))
     tokens = chunk if chunk_s > _SLOW_S else most
+    if costs.rows_s(many) > _SLOW_S:
+        many = min(many, _FEW)
     few = 1 if many > 1 else 0  # with a single adapter, the line starts at no adapter
     plain_s, few_s, many_s = (
         steps.shortest_s(steps.decodes(many, steps.context, count, rank))

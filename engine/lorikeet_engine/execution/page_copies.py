@@ -261,6 +261,7 @@ class PageCopies:
                 log.error("kv_pages_damaged", extra={"pages": damaged})
             cache.end_fetch(fetch, damaged > 0)
         cache.host.room = self._own.room
+        cache.store_kept()
 
     def after_plan(self, cache: KVCache) -> None:
         """Begin the copies that the cache chose while a step was planned, before its launch."""

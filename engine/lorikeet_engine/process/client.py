@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -155,6 +155,14 @@ class EngineProcessClient:
     def unpin(self, digest: str) -> Future[None]:
         """Remove an adapter's pin, so that the adapter may be evicted."""
         return self._call("unpin", digest)
+
+    def keep_prompts(self, names: Collection[str]) -> Future[Collection[str] | None]:
+        """Keep in host memory the pages of the prompts with these names (Request.keeps) alone.
+
+        Returns the names of the prompts that need not be computed again; None without host memory
+        for pages.
+        """
+        return self._call("keep_prompts", names)
 
     def expect(self, digest: str, file: Path, size_bytes: int) -> Future[None]:
         """Begin to pack an adapter's blob (safetensors file) for the GPU while it is being written.

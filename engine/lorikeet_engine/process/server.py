@@ -111,6 +111,7 @@ _METHODS: Mapping[str, Callable[..., Any]] = {
     "residency": Engine.residency,
     "pin": Engine.pin,
     "unpin": Engine.unpin,
+    "keep_prompts": Engine.keep_prompts,
     "prefetch": Engine.prefetch,
     "expect": lambda engine, *arguments: engine.incoming_blobs.begin(*arguments),
     "adapters": lambda engine, tier: tuple(map(tuple, engine.adapters(tier))),

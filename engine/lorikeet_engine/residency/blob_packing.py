@@ -411,11 +411,17 @@ def _write_token_rows(
     with blob.open("rb", buffering=0) as file:
         for part in spec.token_rows:
             at, ids_at, count = layout.rows[-1, part.linear].tolist()
-            stored = torch.empty(part.rows.size_bytes, dtype=torch.uint8)
-            _read(file.fileno(), {part.rows: _bytes_of(stored)})
             rows = out[at : at + math.prod(part.rows.shape)].view(part.rows.shape)
-            rows.copy_(stored.view(_DTYPES[part.rows.dtype]).view(part.rows.shape))
-            ids = torch.tensor(list(digits(part.ids)))
+            places = torch.tensor(part.ids).argsort().argsort()  # the rows' ids ascend
+            row_bytes, done = part.rows.size_bytes // count, 0
+            for some in torch.split(places, max(1, _BYTES_TOGETHER // row_bytes)):
+                stored = torch.empty(len(some) * row_bytes, dtype=torch.uint8)
+                begin = part.rows.begin + row_bytes * done
+                _read_into(file.fileno(), [_bytes_of(stored)], begin, begin + len(stored))
+                values = stored.view(_DTYPES[part.rows.dtype]).view(len(some), -1)
+                rows[some] = values.to(rows.dtype)
+                done += len(some)
+            ids = torch.tensor(list(digits(sorted(part.ids))))
             out[ids_at : ids_at + 3 * count].view(count, 3).copy_(ids)
             if not _finite(rows):
                 name = part.matrix()

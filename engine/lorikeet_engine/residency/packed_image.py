@@ -117,9 +117,6 @@ class PackedLayout:
     ) -> "PackedLayout":
         """Return the layout of an adapter that has these LoRA ranks.
 
-        If lm_head is tied to the embeddings, the trained rows of the embeddings are lm_head's as
-        well.
-
         ranks: for each (layer, module), the LoRA rank, or the number of trained token rows or of
             labels; 0 is allowed.
         world: number of tensor parallel ranks that share the model.
@@ -129,16 +126,11 @@ class PackedLayout:
 
         Raises SettingsError if the base model cannot be divided among the tensor parallel ranks.
         """
-        ranks, outer = dict(ranks), shape.outer_layer
+        outer = shape.outer_layer
         of_head, of_embeddings = shape.index(HEAD_ROWS.name), shape.index(EMBEDDING_ROWS.name)
-        shared = shape.tied and ranks.get((outer, of_embeddings), 0) > 0
-        if shared:
-            ranks.pop((outer, of_head), None)
         ranges = tuple(Shard(index, world).ranges(shape) for index in range(world))
         shared_sets = shared_a, shared_outer
         table, places, layers, end = _places(ranks, shape, ranges[0], *shared_sets, vectors)
-        if shared:
-            table[outer, of_head] = table[outer, of_embeddings]
         return cls(
             table,
             end,

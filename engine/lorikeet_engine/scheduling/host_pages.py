@@ -7,13 +7,14 @@ where that is faster than computing them again. They keep their slots, so they a
 when they leave the GPU the next time.
 
 The least recently used page is replaced first. A page of a tenant that has less than an equal share
-of the slots is spared once after each use.
+of the slots is spared once after each use. Pages of kept prompts are never replaced; they take at
+most half of the slots.
 
 This module decides; execution/page_copies.py copies.
 """
 
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
@@ -89,6 +90,7 @@ class HostPages:
     Plans copies; execution/page_copies.py makes them.
 
     pages_of: for each group of layers, the slots of stored pages by key.
+    kept: pages of each kept prompt by its name; () for a prompt for which there was no room.
     to_store: slot → page on the GPU, of pages to copy before the next step writes to them.
     to_fetch: fetches to begin, after the pages of to_store are copied.
     room: number of pages that can still be copied before the next step.
@@ -113,12 +115,18 @@ class HostPages:
         """
         self.slots, self.page_bytes, self.counts = slots, page_bytes, counts
         self.pages_of: list[dict[bytes, int]] = [{} for _ in range(groups)]
+        self.kept: dict[str, tuple[CachedPage, ...]] = {}
         self.to_store: dict[int, int] = {}
         self.to_fetch: list[Fetch] = []
         self.room = 0
         self._fetch_s, self._costs = fetch_s, costs
         self._free = deque(range(slots))
-        self._pages: OrderedDict[int, CachedPage] = OrderedDict()  # least recently used first
+        self._pages: dict[int, CachedPage] = {}
+        self._order: OrderedDict[int, None] = (
+            OrderedDict()
+        )  # replaceable, least recently used first
+        self._keepers = Counter[tuple[int, bytes]]()  # kept prompts with a page, by group and key
+        self._to_keep: list[CachedPage] = []  # perhaps not on the host yet
         self._spared = set[int]()  # slots
         self._of_tenants = Counter[str]()
         self._holds = Counter[int]()  # fetches that read a slot
@@ -128,6 +136,11 @@ class HostPages:
     def used(self) -> int:
         """Number of slots with pages."""
         return len(self._pages)
+
+    @property
+    def used_by_prompts(self) -> int:
+        """Number of these slots that kept prompts hold."""
+        return len(self._pages) - len(self._order)
 
     def store(self, cached: CachedPage, page: int) -> None:
         """Plan to copy to the host a page that leaves the GPU, unless the host has it already.
@@ -148,13 +161,46 @@ class HostPages:
         self.room -= 1
         self.counts.stored += 1
         self._pages[slot] = cached
+        if (cached.group, cached.key) not in self._keepers:
+            self._order[slot] = None
         self._of_tenants[cached.tenant] += 1
         self.pages_of[cached.group][cached.key] = slot
         self.to_store[slot] = page
 
+    def keep(self, name: str, pages: Sequence[CachedPage]) -> None:
+        """Keep the pages of a prompt, which are of one tenant, until `keep_only` drops the prompt.
+
+        The pages of all kept prompts take at most half of the slots. Where more are wanted, the
+        tenant with the most kept pages has its newest prompts replaced like other pages, as long as
+        it has more than the other tenant then gets. A prompt that does not fit is not kept.
+        """
+        self._drop(name)
+        fits = not pages or self._make_room(pages[0].tenant, len(pages))
+        self.kept[name] = tuple(pages) if fits else ()
+        for cached in self.kept[name]:
+            self._keepers[cached.group, cached.key] += 1
+            slot = self.pages_of[cached.group].get(cached.key)
+            if slot is None:
+                self._to_keep.append(cached)
+            else:
+                self._order.pop(slot, None)
+
+    def keep_only(self, names: Container[str]) -> None:
+        """Drop the kept prompts whose names are not among these; their pages may be replaced."""
+        for name in [name for name in self.kept if name not in names]:
+            self._drop(name)
+
+    def take_to_keep(self) -> list[CachedPage]:
+        """Return pages of kept prompts that are not on the host and may still be on the GPU: as
+        many as can be copied before the next step. Each is returned once.
+        """
+        taken, self._to_keep = self._to_keep[: self.room], self._to_keep[self.room :]
+        return [each for each in taken if (each.group, each.key) in self._keepers]
+
     def touch(self, slot: int) -> None:
         """Make the page in a slot the most recently used one."""
-        self._pages.move_to_end(slot)
+        if slot in self._order:
+            self._order.move_to_end(slot)
         self._spared.discard(slot)
 
     def pays(self, pages: int, tokens: int, depth: int) -> bool:
@@ -200,6 +246,7 @@ class HostPages:
             if cached is None:
                 continue
             del self.pages_of[cached.group][cached.key]
+            self._order.pop(slot, None)
             self._spared.discard(slot)
             self.to_store.pop(slot, None)
             self._of_tenants[cached.tenant] -= 1
@@ -217,17 +264,46 @@ class HostPages:
         """Drop all pages computed with an adapter, alone or in a composition."""
         self.forget([slot for slot, page in self._pages.items() if digest in (page.adapter or "")])
 
+    def _make_room(self, tenant: str, count: int) -> bool:
+        """Whether a tenant may keep `count` more pages, once other tenants keep fewer prompts."""
+        of_tenants = Counter[str]()
+        for pages in self.kept.values():
+            for cached in pages[:1]:
+                of_tenants[cached.tenant] += len(pages)
+        while len(self._keepers) + count > self.slots // 2:
+            (most, held), *_ = of_tenants.most_common(1) or [(tenant, 0)]
+            if held <= of_tenants[tenant] + count:
+                return False
+            newest = [
+                name for name, pages in self.kept.items() if pages and pages[0].tenant == most
+            ]
+            of_tenants[most] -= len(self.kept[newest[-1]])
+            self._drop(newest[-1])
+            self.kept[newest[-1]] = ()
+        return True
+
+    def _drop(self, name: str) -> None:
+        """Forget a kept prompt, if there is one of this name; its pages may be replaced."""
+        for cached in self.kept.pop(name, ()):
+            at = cached.group, cached.key
+            self._keepers[at] -= 1
+            if not self._keepers[at]:
+                del self._keepers[at]
+                slot = self.pages_of[cached.group].get(cached.key)
+                if slot is not None:
+                    self._order[slot] = None
+
     def _evict(self) -> bool:
         """Make a slot free, by dropping the page that was used least recently.
 
         Passes over pages that a fetch reads, and once over pages of tenants below their share.
         Returns False if the first _MOST_SPARED pages are such pages.
         """
-        for slot in list(islice(self._pages, _MOST_SPARED)):
+        for slot in list(islice(self._order, _MOST_SPARED)):
             share = self.slots / len(self._of_tenants)
             below = self._of_tenants[self._pages[slot].tenant] < share
             if slot in self._holds or (below and slot not in self._spared):
-                self._pages.move_to_end(slot)
+                self._order.move_to_end(slot)
                 self._spared.add(slot)
             else:
                 self.counts.evicted += 1

@@ -422,8 +422,7 @@ class KVCache(PagePool):
         hit, end = self._hit_with_host(keys)
         if end <= hit:
             return False
-        begins = [0] * self._whole
-        begins += [self._needs.first(end * self.page_size)] * self._windowed
+        begins = self._needed_from(end)
         lacking = [
             (group, key)
             for group, begin in enumerate(begins)
@@ -512,6 +511,32 @@ class KVCache(PagePool):
                 self.publish(page, key, adapter, group, kv.tenant)
         if self._windowed:
             self._give_back(kv, self._needs.first(full * self.page_size))
+
+    def keep(self, name: str, kv: SequencePages, tokens: int) -> None:
+        """Keep the full pages of a sequence's first tokens on the host, as a prompt of this name.
+
+        Do nothing without a host, or unless all these tokens are written.
+        """
+        if self.host is None or kv.written < tokens:
+            return
+        keys = kv.keys(tokens // self.page_size)
+        begins = self._needed_from(len(keys))
+        self.host.keep(
+            name,
+            [
+                CachedPage(group, key, kv.adapter_of(page), kv.tenant)
+                for group, begin in enumerate(begins)
+                for page, key in enumerate(keys[begin:], begin)
+            ],
+        )
+
+    def store_kept(self) -> None:
+        """Plan to copy pages of kept prompts to the host, as far as the GPU has them."""
+        assert self.host is not None, "no pages on the host"
+        for cached in self.host.take_to_keep():
+            page = self._pages_of[cached.group].get(cached.key)
+            if page is not None:
+                self.host.store(cached, page)
 
     def clear(self, kv: SequencePages) -> None:
         """Release all pages of a sequence, if it has any."""
@@ -685,6 +710,13 @@ class KVCache(PagePool):
         if slot is not None and self.states is not None:
             self.states.drop_hold(slot)
         return slot
+
+    def _needed_from(self, pages: int) -> list[int]:
+        """Return, for each group of layers, the first page that tokens behind the first `pages`
+        pages attend to.
+        """
+        first = self._needs.first(pages * self.page_size) if self._windowed else 0
+        return [0] * self._whole + [first] * self._windowed
 
     def _hit_with_host(self, keys: list[bytes]) -> tuple[int, int]:
         """Return the number of pages of the longest prefix that is cached on the GPU, and of the

@@ -317,6 +317,8 @@ class Scheduler:
         self._throughput.answer_ended(sequence.output_length)
         if self._drafts is not None:
             self._drafts.ended(sequence)
+        if name := sequence.request.keeps:
+            self._cache.keep(name, sequence.kv, sequence.prompt_length)
         self._end(sequence)
 
     def drop(self, matches: Callable[[Sequence], bool]) -> list[Sequence]:

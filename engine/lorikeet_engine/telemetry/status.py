@@ -21,6 +21,7 @@ class EngineInfo:
     tensor_parallel: number of GPUs, or processes on a CPU, among which the base model is divided.
     dtype: data type of activations, such as bfloat16.
     generates: whether the base model has lm_head; without it, it only pools prompts.
+    kv_tokens: number of tokens that the KV pages on the GPUs hold; 0: unknown.
     """
 
     vocab_size: int
@@ -32,6 +33,7 @@ class EngineInfo:
     tensor_parallel: int = 1
     dtype: str = "float32"
     generates: bool = True
+    kv_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +103,7 @@ class HostPageUsage(NamedTuple):
     evicted: number of pages replaced by others.
     damaged: number of pages dropped because the checksum of their fetch was wrong.
     tokens: number of prompt tokens whose pages came from the host.
+    of_prompts: number of the pages in host memory that are kept for pinned prompts.
     """
 
     used: int
@@ -111,6 +114,7 @@ class HostPageUsage(NamedTuple):
     evicted: int
     damaged: int
     tokens: int
+    of_prompts: int = 0
 
 
 class EvictionCandidate(NamedTuple):

@@ -247,6 +247,7 @@ class _Draft:
             expires=change.expires,
             created=before.created if before is not None and kept_on else entry.time,
             actor=entry.actor,
+            prompt=change.prompt,
         )
 
 

@@ -438,6 +438,12 @@ class AdapterCatalog:
         """
         self._commit(actor, lambda state: pin_rules.unpin(state, tenant, name))
 
+    def remove_prompt(self, tenant: str, name: str, *, actor: str) -> None:
+        """Remove the system prompt of an adapter's pin, and keep the pin. Raises NotFound if there
+        is no pin with a prompt.
+        """
+        self._commit(actor, lambda state: pin_rules.remove_prompt(state, tenant, name))
+
     def _commit(self, actor: str, decide: Callable[[CatalogState], Changes]) -> CatalogState:
         """Append the changes that `decide` derives from the newest state; return the next state.
 

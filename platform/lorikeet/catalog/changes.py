@@ -234,6 +234,7 @@ class Pinned:
     replicas: number of replicas; None: all replicas of the base model.
     priority: if not all pins fit, higher priorities are kept first.
     expires: Unix seconds; None: never.
+    prompt: system prompt whose KV pages replicas compute before users ask; None: no prompt.
     """
 
     tenant: str
@@ -244,6 +245,7 @@ class Pinned:
     priority: int = 0
     reason: str = ""
     expires: float | None = None
+    prompt: str | None = None
     type: Literal["pinned"] = "pinned"
 
 
@@ -311,7 +313,7 @@ def schema_of(changes: Iterable[Change]) -> int:
                 tokens or head or own
             ):
                 return SCHEMA
-            case TenantOptionsSet(options={"cost_per_month": _}):
+            case TenantOptionsSet(options={"cost_per_month": _}) | Pinned(prompt=str()):
                 return SCHEMA
             case KeyCreated(scopes=scopes):
                 pushes = pushes or Scope.PUBLISH in scopes

@@ -118,7 +118,8 @@ def key_of(key_id: str, row: Json) -> KeyRecord:
 def pin_row(pin: PinRecord) -> Json:
     """Encode a pin as a JSON row."""
     promise = [pin.selector, str(pin.tier), pin.replicas, pin.priority, pin.reason, pin.expires]
-    return [pin.tenant, pin.name, *promise, pin.created, pin.actor]
+    prompt = () if pin.prompt is None else (pin.prompt,)
+    return [pin.tenant, pin.name, *promise, pin.created, pin.actor, *prompt]
 
 
 def pin_of(row: Json) -> PinRecord:

@@ -67,6 +67,11 @@ class TenantRecord:
         limit applies.
     max_adapter_bytes: limit on the size of each of the tenant's adapters; None: only the service's
         limit applies.
+    files_bytes: limit on the bytes of the tenant's files together; None: the service's.
+    max_files: limit on the number of the tenant's files; None: the service's.
+    open_batches: limit on the tenant's batches that have not ended; None: the service's.
+    batch_lines: limit on the lines of the tenant's batches that are answered at once; None: as many
+        as the engines run at once.
     """
 
     name: str
@@ -78,6 +83,10 @@ class TenantRecord:
     pin_budget_bytes: int | None = None
     max_rank: int | None = None
     max_adapter_bytes: int | None = None
+    files_bytes: int | None = None
+    max_files: int | None = None
+    open_batches: int | None = None
+    batch_lines: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,6 +328,8 @@ class PinRecord:
     expires: Unix seconds; None: never.
     created: Unix seconds; a change of options does not change it.
     actor: author, such as a key's id.
+    prompt: system prompt of the adapter's chats, whose KV pages replicas compute before users ask;
+        None: no prompt.
     """
 
     tenant: str
@@ -331,6 +342,7 @@ class PinRecord:
     expires: float | None
     created: float
     actor: str
+    prompt: str | None = None
 
     @property
     def key(self) -> PinKey:

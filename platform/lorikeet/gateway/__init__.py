@@ -1,13 +1,12 @@
 """The gateway: OpenAI's HTTP API for tenants, and an API of its own for admins. No Ray.
 
 app.py                assembles the application from services.py and adds its middleware
-generate.py           steps of a generate request, in order: GenerateEndpoint
+generate.py           steps of a generate request, in order: GenerateEndpoint (schemas: apis/)
   auth.py             the key's tenant and the model's adapter, from catalog_view.py
     oidc_tokens.py    verification of an identity provider's tokens
-  apis/               request schemas, each of which becomes a Call
   call_encoders.py    prompts as token ids, without blocking the event loop
   replica_response.py   the answer, passed on as it arrives, with observers
-    client_disconnect.py   cancels the call when the client hangs up
+    client_connection.py   cancels the call when the client hangs up; keeps silent streams alive
 routes/, admin/       all other routes of tenants and admins
 audit.py              a line of JSON for each change that a key asks the admin API for
 parity.py             parity proofs of registered and pushed versions, by a replica

@@ -12,11 +12,10 @@ from starlette.requests import ClientDisconnect
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from lorikeet.error_shapes import ClientApi
+from lorikeet.apis.errors import ClientApi
 from lorikeet.errors import Unavailable
 from lorikeet.gateway.admin.registration import Registration
 from lorikeet.gateway.admin.routes import admin_routes
-from lorikeet.gateway.apis.openapi import openapi_routes
 from lorikeet.gateway.audit import AuditMiddleware, AuditStream
 from lorikeet.gateway.auth import RequestAuthenticator
 from lorikeet.gateway.batches.runner import BatchRunner
@@ -37,9 +36,10 @@ from lorikeet.gateway.reads import TenantReads
 from lorikeet.gateway.routes.batches import batch_routes
 from lorikeet.gateway.routes.files import StoredFiles, file_routes
 from lorikeet.gateway.routes.health import health_routes
-from lorikeet.gateway.routes.limits import limit_routes
+from lorikeet.gateway.routes.limits import FilesUse, limit_routes
 from lorikeet.gateway.routes.metrics import Scrape, add_gauges, metrics_routes
 from lorikeet.gateway.routes.models import model_routes
+from lorikeet.gateway.routes.openapi import openapi_routes
 from lorikeet.gateway.routes.requests import request_routes
 from lorikeet.gateway.routes.responses import response_routes
 from lorikeet.gateway.routes.usage import UsageReports, usage_routes
@@ -98,7 +98,7 @@ def create_app(services: Services) -> FastAPI:
     bodies = LargeBodies()
     lines = _bare_application()
     lines.router.routes += generate_routes(*checks, stored, read_limiter, of_batches=True)
-    runner, files = _batch_runner(services, lines), StoredFiles(services.files)
+    runner, files = _batch_runner(services, lines, catalog_view), StoredFiles(services.files)
     app = _application(services, catalog_view, limit_sync, pipeline, runner, futures)
     app.router.routes += generate_routes(*checks, stored, read_limiter)
     pushes = PushEndpoints(*checks, catalog_view, of_pushes, pipeline, read_limiter)
@@ -115,7 +115,7 @@ def create_app(services: Services) -> FastAPI:
     for router in (
         request_routes(reads, request_log),
         usage_routes(reads, usage),
-        limit_routes(reads, rate_limiter, catalog_view),
+        limit_routes(reads, rate_limiter, catalog_view, FilesUse(files, services.batches)),
         model_routes(services, authenticator, reads),
         response_routes(authenticator, rate_limiter, request_log, stored, read_limiter),
         file_routes(reads, files),
@@ -178,7 +178,9 @@ def _bare_application(
     return app
 
 
-def _batch_runner(services: Services, lines: FastAPI) -> BatchRunner | None:
+def _batch_runner(
+    services: Services, lines: FastAPI, catalog_view: GatewayCatalogView
+) -> BatchRunner | None:
     """Return the loop that runs batches; None if batches are off.
 
     lines: application that answers lines, the requests of batches.
@@ -186,7 +188,12 @@ def _batch_runner(services: Services, lines: FastAPI) -> BatchRunner | None:
     if services.files is None or services.batches is None:
         return None
     at_once = services.gateways * max(services.max_running.values(), default=_BATCH_LINES)
-    return BatchRunner(services.batches, services.files, lines, at_once)
+
+    async def lines_of(tenant: str) -> int | None:
+        own = await catalog_view.ask(lambda state: state.tenant(tenant).batch_lines)
+        return None if own is None else max(1, own // services.gateways)
+
+    return BatchRunner(services.batches, services.files, lines, at_once, lines_of)
 
 
 def _rate_limiter(services: Services, shares: LimitShares) -> RateLimiter:

@@ -1,12 +1,12 @@
 """Authentication: a request's tenant and key, and the base model and adapter that it names."""
 
 import time
-from collections.abc import Sequence
 from typing import Annotated, NamedTuple
 
 from fastapi import Depends
 from starlette.requests import Request
 
+from lorikeet.apis.request import NamedAdapters, ResolvedModel
 from lorikeet.catalog.records import AdapterRecord, KeyRecord, Scope, TenantRecord, secret_sha256
 from lorikeet.catalog.state import CatalogState, unknown_model
 from lorikeet.errors import (
@@ -23,7 +23,7 @@ from lorikeet.gateway.pushing.pushed_versions import PushedVersions
 from lorikeet.gateway.services import Services
 from lorikeet.request_defaults import RequestDefaults
 from lorikeet.retry_after import REPAIR_S
-from lorikeet_engine.adapter import Adapter, AdapterRef, Composition
+from lorikeet_engine.adapter import AdapterRef, Composition
 from lorikeet_engine.errors import InvalidRequest
 
 _UNKNOWN = "this API key is unknown or was revoked: ask your admin for another"
@@ -35,35 +35,6 @@ _REFUSALS = {
     Scope.PUBLISH: "this key may not push: use one that `lorikeet keys create --publish` made",
     Scope.ADMIN: "this key is not an admin's: use one that `lorikeet init` or another admin made",
 }
-
-
-NamedAdapters = Sequence[tuple[str, float]]
-"""Adapters that a request composes: the name of each, as in `model`, and its weight."""
-
-
-class ResolvedModel(NamedTuple):
-    """Base model and adapter that a request's `model` names.
-
-    rank: largest LoRA rank of the adapter's matrices; 0 for a base model.
-    image_bytes: the adapter's size on a GPU; 0 for a base model.
-    created: creation of the adapter's version, Unix seconds; 0 for a base model.
-    trained_on: base model's name in the version's blob, "" if absent; None for a base model, or if
-        an older release registered the version.
-    is_recorded: whether the version is in the catalog's log, so that its number is final.
-    defaults: the version's own request defaults; None: the base model's.
-
-    Ranks and sizes of a composition (weighted sum of adapters) are sums over its adapters; it has
-    request defaults if all its adapters have the same.
-    """
-
-    base_model: str
-    adapter: Adapter | None = None
-    rank: int = 0
-    image_bytes: int = 0
-    created: float = 0.0
-    trained_on: str | None = None
-    is_recorded: bool = True
-    defaults: RequestDefaults | None = None
 
 
 class Caller(NamedTuple):

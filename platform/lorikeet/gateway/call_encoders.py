@@ -6,15 +6,15 @@ from typing import Any, TypeVar
 
 from starlette.types import Receive
 
-from lorikeet.answer_stream.detokenizer import Vocabulary
 from lorikeet.errors import InvalidInput
-from lorikeet.gateway.client_disconnect import result_before_disconnect
+from lorikeet.gateway.client_connection import result_before_disconnect
 from lorikeet.gateway.error_responses import Refused
 from lorikeet.protocol.messages import Call, EncodedCall, Endpoint, Refusal, TokenIds
 from lorikeet.request_defaults import RequestDefaults
 from lorikeet.settings import Settings
 from lorikeet.text.adapter_templates import AdapterTemplates, check_defaults
 from lorikeet.text.call_encoding import encode_call, is_short
+from lorikeet.text.detokenizer import Vocabulary
 from lorikeet.text.prompts import PromptEncoder
 from lorikeet.text.tenant_threads import TenantThreads
 

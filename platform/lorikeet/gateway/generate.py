@@ -11,21 +11,22 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from lorikeet.answer_stream.answer import token_count_body
-from lorikeet.error_shapes import MESSAGES
-from lorikeet.errors import InvalidInput
-from lorikeet.gateway.apis.anthropic_request import CountTokensRequest, MessagesRequest
-from lorikeet.gateway.apis.api_request import ApiRequest, CallContext
-from lorikeet.gateway.apis.chat_request import ChatRequest
-from lorikeet.gateway.apis.completion_request import CompletionRequest
-from lorikeet.gateway.apis.pool_request import (
+from lorikeet.apis.answer import token_count_body
+from lorikeet.apis.chat.request import ChatRequest
+from lorikeet.apis.completions.request import CompletionRequest
+from lorikeet.apis.errors import MESSAGES
+from lorikeet.apis.messages.request import CountTokensRequest, MessagesRequest
+from lorikeet.apis.pooling.request import (
     ClassifyRequest,
     EmbeddingsRequest,
     PoolingRequest,
+    RerankRequest,
     ScoreRequest,
     with_pooling,
 )
-from lorikeet.gateway.apis.responses_request import InputTokensRequest, ResponsesRequest
+from lorikeet.apis.request import ApiRequest, CallContext
+from lorikeet.apis.responses.request import InputTokensRequest, ResponsesRequest
+from lorikeet.errors import InvalidInput
 from lorikeet.gateway.auth import Caller, RequestAuthenticator
 from lorikeet.gateway.body import read_body
 from lorikeet.gateway.large_bodies import LargeBodies
@@ -52,6 +53,14 @@ from lorikeet.tenancy.rate_limiter import RateLimiter, RateLimitHold, limit_head
 from lorikeet.tenancy.read_limiter import ReadLimiter
 from lorikeet_engine.request import SchedulingParams
 
+UNVERSIONED: Mapping[str, type[ApiRequest]] = {
+    "/classify": ClassifyRequest,
+    "/score": ScoreRequest,
+    "/pooling": PoolingRequest,
+    "/rerank": RerankRequest,
+    "/v2/rerank": RerankRequest,
+}
+"""Request schema of tenants' paths outside `/v1`, which vLLM's clients and Cohere's use."""
 SCHEMAS: Mapping[str, type[ApiRequest]] = {
     "/v1/chat/completions": ChatRequest,
     "/v1/completions": CompletionRequest,
@@ -62,7 +71,9 @@ SCHEMAS: Mapping[str, type[ApiRequest]] = {
     "/v1/classify": ClassifyRequest,
     "/v1/score": ScoreRequest,
     "/v1/pooling": PoolingRequest,
+    "/v1/rerank": RerankRequest,
     "/v1/embeddings": EmbeddingsRequest,
+    **UNVERSIONED,
 }
 """Request schema of each path that generates, counts or pools. Every request is converted to a
 Call.
@@ -243,7 +254,17 @@ class GenerateEndpoint:
         stores, now = self._stored.stores(body), int(time.time())
         defaults = served.sampling_of(model.defaults)
         body = body.with_sampling_defaults(defaults) if defaults else body
-        context = CallContext(request_id, now, caller, scheduling, model, items, stores, defaults)
+        context = CallContext(
+            request_id,
+            now,
+            caller.tenant.name,
+            caller.max_context,
+            scheduling,
+            model,
+            items,
+            stores,
+            defaults,
+        )
         call = with_pooling(
             body.to_call(context), served.head, served.embedder, served.shape.hidden
         )

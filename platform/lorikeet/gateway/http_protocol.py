@@ -23,7 +23,7 @@ from uvicorn.protocols.http.httptools_impl import (
 )
 from uvicorn.server import ServerState
 
-from lorikeet.error_shapes import openai_error_body
+from lorikeet.apis.errors import openai_error_body
 from lorikeet.errors import (
     InvalidInput,
     LorikeetError,

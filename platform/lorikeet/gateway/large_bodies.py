@@ -8,8 +8,8 @@ from weakref import WeakValueDictionary
 
 from starlette.requests import ClientDisconnect, Request
 
+from lorikeet.apis.body import B, parse_json
 from lorikeet.errors import RateLimited
-from lorikeet.gateway.body import B, parse_json
 from lorikeet.retry_after import FULL_GATEWAY_S
 
 LARGE_BYTES = 32 * 2**10

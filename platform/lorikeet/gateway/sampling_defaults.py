@@ -5,8 +5,8 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from lorikeet.apis.fields import AnyTopK, MinP, RepetitionPenalty, Temperature, TopP
 from lorikeet.errors import InvalidSetting
-from lorikeet.gateway.apis.fields import AnyTopK, MinP, RepetitionPenalty, Temperature, TopP
 
 _FILE = "generation_config.json"
 

@@ -11,6 +11,10 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
+from lorikeet.apis.body import ValueBudget
+from lorikeet.apis.request import ApiRequest, CallContext
+from lorikeet.apis.responses.items import REFERENCE, InputItem, StoredItems, turn_of
+from lorikeet.apis.responses.request import InputTokensRequest, ResponsesRequest
 from lorikeet.errors import (
     InvalidInput,
     NotFound,
@@ -18,10 +22,6 @@ from lorikeet.errors import (
     UnknownPreviousResponse,
     UnsupportedParameter,
 )
-from lorikeet.gateway.apis.api_request import ApiRequest, CallContext
-from lorikeet.gateway.apis.responses_items import REFERENCE, InputItem, StoredItems, turn_of
-from lorikeet.gateway.apis.responses_request import InputTokensRequest, ResponsesRequest
-from lorikeet.gateway.body import ValueBudget
 from lorikeet.gateway.replica_response import BeforeEnd
 from lorikeet.metrics.gateway import GatewayMetrics
 from lorikeet.protocol.messages import Call

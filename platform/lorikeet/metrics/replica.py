@@ -158,9 +158,9 @@ def _states(states: StateUsage) -> Iterator[Metric]:
 def _host_pages(pages: HostPageUsage) -> Iterator[Metric]:
     yield gauge(
         "lorikeet_kv_host_pages",
-        "KV pages in host memory, and room for in total.",
+        "KV pages in host memory, those of pinned prompts, and room for in total.",
         "state",
-        {"used": pages.used, "total": pages.pages},
+        {"used": pages.used, "prompts": pages.of_prompts, "total": pages.pages},
     )
     yield GaugeMetricFamily(
         "lorikeet_kv_host_page_bytes", "Bytes of one KV page on each GPU.", pages.page_bytes

@@ -4,6 +4,6 @@
 `pin_status` says whether each is met, and `pin_dry_run` computes the moves that one more pin would
 cause. `prefetcher` keeps `demand` between surveys and calls `prefetch_plan`, which fills free bytes
 of each tier. `pressure` is the load of one replica; `scaling` computes the number of replicas from
-all of them. Callers: the controller (`serving/controller.py`), the admin API, Serve's autoscaler
-and the simulator.
+all of them. Callers: the controller (`serving/controller.py`), the admin API, and Serve's
+autoscaler.
 """

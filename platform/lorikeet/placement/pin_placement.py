@@ -6,13 +6,13 @@ the same plan.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from lorikeet.catalog.records import PinKey, PinRecord
 from lorikeet.catalog.rules.pin_budget import PinnedVersion
 from lorikeet.placement.pinned_versions import ResolvedPin, ResolvedPins
-from lorikeet.protocol.placement_decision import PinTarget
+from lorikeet.protocol.placement_decision import PinnedPrompt, PinTarget
 from lorikeet.protocol.replica_report import ReplicaReport
 from lorikeet.rendezvous import preferred
 from lorikeet_engine.adapter import AdapterRef
@@ -77,6 +77,11 @@ def image_sizes(reports: Iterable[ReplicaReport]) -> dict[str, int]:
     """Return the bytes that each adapter now on a GPU takes there, by digest."""
     adapters = (adapter for report in reports for adapter in report.adapters)
     return {each.digest: each.gpu_bytes for each in adapters if each.pieces}
+
+
+def pinned_prompt(version: PinnedVersion) -> PinnedPrompt | None:
+    """Return the system prompt that replicas compute with a pinned version; None without one."""
+    return None if version.prompt is None else PinnedPrompt(version.ref, version.prompt)
 
 
 def _precedence(resolved: ResolvedPin) -> tuple[int, float, PinKey]:
@@ -148,9 +153,10 @@ class _Draft:
         digest = version.ref.digest
         order = serving if wanted >= len(serving) else preferred(digest, tuple(serving))
         size = self._sizes.get(digest, version.image_bytes)
-        kept = 0
+        prompt, kept = pinned_prompt(version), 0
+        prompts = () if prompt is None else (prompt,)
         for replica in order:
-            kept += self._reserve(replica, PinTarget(version.ref, pin.tier), size)
+            kept += self._reserve(replica, PinTarget(version.ref, pin.tier, prompts), size)
             if kept == wanted:
                 return None
         if kept == len(serving):
@@ -168,7 +174,10 @@ class _Draft:
     def _reserve(self, replica: str, target: PinTarget, size: int) -> bool:
         digest, left = target.ref.digest, self._left[replica]
         held = self.targets[replica].get(digest)
+        if held is not None:
+            target = replace(target, prompts=held.prompts + target.prompts)
         if held is not None and held.tier >= target.tier:
+            self.targets[replica][digest] = replace(target, ref=held.ref, tier=held.tier)
             return True
         if left.get(target.tier, 0) < size:
             return False

@@ -7,7 +7,13 @@ from enum import Enum
 
 from lorikeet.catalog.records import PinKey, PinRecord
 from lorikeet.catalog.rules.pin_budget import PinnedVersion, charged_bytes
-from lorikeet.placement.pin_placement import PlacementPlan, Shortfall, place_pins
+from lorikeet.placement.pin_placement import (
+    PinTargets,
+    PlacementPlan,
+    Shortfall,
+    pinned_prompt,
+    place_pins,
+)
 from lorikeet.placement.pinned_versions import ResolvedPin, ResolvedPins
 from lorikeet.protocol.replica_report import ReplicaReport
 from lorikeet_engine.adapter import Residency
@@ -27,11 +33,26 @@ class PinState(Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class PromptStatus:
+    """Progress of a pin's system prompt.
+
+    computed: number of replicas that have computed it with every version of the pin.
+    wanted: number of replicas that keep a version of the pin, and so compute it.
+    failure: reason why a replica could not compute it; None if none failed.
+    """
+
+    computed: int
+    wanted: int
+    failure: str | None
+
+
+@dataclass(frozen=True, slots=True)
 class PinStatus:
     """Status of one pin.
 
     versions: number of versions that the pin selects.
     image_bytes: bytes of these versions on one replica.
+    prompt: progress of the pin's system prompt; None without one.
     """
 
     pin: PinRecord
@@ -39,6 +60,7 @@ class PinStatus:
     versions: int
     image_bytes: int
     shortfalls: tuple[Shortfall, ...]
+    prompt: PromptStatus | None
 
 
 class AdapterTiers:
@@ -74,7 +96,8 @@ def pin_statuses(
     """
     tiers = AdapterTiers(reports)
     short: dict[PinKey, list[Shortfall]] = defaultdict(list)
-    for shortfall in (placement or place_pins(pins, reports)).shortfalls:
+    placement = placement or place_pins(pins, reports)
+    for shortfall in placement.shortfalls:
         short[shortfall.pin.key].append(shortfall)
     for resolved in pins.all:
         shortfalls = tuple(short[resolved.pin.key])
@@ -84,7 +107,28 @@ def pin_statuses(
             len(resolved.versions),
             charged_bytes(resolved.versions),
             shortfalls,
+            _prompt_status(resolved, placement.targets, reports),
         )
+
+
+def _prompt_status(
+    resolved: ResolvedPin, targets: PinTargets, reports: Sequence[ReplicaReport]
+) -> PromptStatus | None:
+    if resolved.pin.prompt is None:
+        return None
+    prompts = [each for version in resolved.versions if (each := pinned_prompt(version))]
+    computed, wanted, failure = 0, 0, None
+    for report in reports:
+        held = targets.get(report.replica, {})
+        own = [
+            prompt.name
+            for prompt in prompts
+            if (target := held.get(prompt.ref.digest)) and prompt in target.prompts
+        ]
+        wanted += bool(own)
+        computed += bool(own) and all(report.prompts.get(name, "") is None for name in own)
+        failure = next(filter(None, map(report.prompts.get, own)), failure)
+    return PromptStatus(computed, wanted, failure)
 
 
 def _state(resolved: ResolvedPin, tiers: AdapterTiers) -> PinState:

@@ -4,7 +4,7 @@ Requests load adapters by themselves. Prefetches serve cases in which requests a
 adapters too slowly: a replica has just joined, the replica with some adapters has died, or arenas
 have free space. A prefetch fills free space, or evicts adapters with at most half the uses of its
 own adapter. A steady fleet therefore gets no prefetches, and two equally used adapters never swap.
-The function takes plain values, so that the simulator can call it too.
+The function takes plain values, so that tests can call it alone.
 """
 
 import math

@@ -27,8 +27,8 @@ class Endpoint(Enum):
     """Called endpoint, which decides the shape of the answer.
 
     COUNT_TOKENS and INPUT_TOKENS use no replica: the answer is the number of the prompt's tokens.
-    CLASSIFY, SCORE and POOLING answer with the values of a head for each prompt, EMBEDDINGS with a
-    vector for each prompt.
+    CLASSIFY, SCORE and POOLING answer with the values of a head for each prompt, RERANK with the
+    prompts in their order, EMBEDDINGS with a vector for each prompt.
     """
 
     CHAT = "chat.completions"
@@ -40,6 +40,7 @@ class Endpoint(Enum):
     CLASSIFY = "classify"
     SCORE = "score"
     POOLING = "pooling"
+    RERANK = "rerank"
     EMBEDDINGS = "embeddings"
 
     @property
@@ -58,7 +59,21 @@ class Endpoint(Enum):
         return self is not Endpoint.COMPLETIONS and not self.pools
 
 
-_POOLING = (Endpoint.CLASSIFY, Endpoint.SCORE, Endpoint.POOLING, Endpoint.EMBEDDINGS)
+_POOLING = (
+    *(Endpoint.CLASSIFY, Endpoint.SCORE, Endpoint.POOLING, Endpoint.RERANK),
+    Endpoint.EMBEDDINGS,
+)
+
+
+class Ranking(NamedTuple):
+    """Documents that an answer puts in the order of their scores.
+
+    documents: the documents, as the client sent them; (): the answer leaves them out.
+    top_n: number of documents in the answer; None: all.
+    """
+
+    documents: tuple[str, ...]
+    top_n: int | None
 
 
 class Thinking(Enum):
@@ -149,9 +164,9 @@ class AnswerMarks(NamedTuple):
     """Marks of tool calls and of thinking in answers with an adapter's own chat template, which may
     differ from the base model's.
 
-    syntax: name of the syntax of tool calls (answer_stream/tool_syntax.py); None if it has no known
+    syntax: name of the syntax of tool calls (text/tools/syntax.py); None if it has no known
         one.
-    tags: tags of thinking, the fields of ThinkTags (answer_stream/reasoning.py).
+    tags: tags of thinking, the fields of ThinkTags (text/reasoning.py).
     """
 
     syntax: str | None
@@ -204,6 +219,7 @@ class Call:
     raw_scores: where prompts are pooled, the answer has the head's own values, not probabilities,
         and embeddings keep their lengths.
     base64: numbers in the answer are float32 in base64.
+    ranking: documents to rank by the values of their prompts; None: the answer ranks nothing.
     """
 
     request_id: str
@@ -247,6 +263,7 @@ class Call:
     dimensions: int | None = None
     raw_scores: bool = False
     base64: bool = False
+    ranking: Ranking | None = None
 
     @property
     def service_tier(self) -> str:
@@ -268,7 +285,7 @@ class EncodedCall:
     attempt: number of replicas that were sent the call before.
     lost: replicas that were lost with the call; it is sent to one of them again only if there is no
         other.
-    log: what the lost replicas have generated (answer_stream/output_log.py), after which the answer
+    log: what the lost replicas have generated (protocol/output_log.py), after which the answer
         goes on; b"" for a new answer.
     made_tokens: number of tokens in `log`.
     """

@@ -1,17 +1,41 @@
 """Placement decision of the controller for a replica."""
 
+import hashlib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from lorikeet.request_defaults import RequestDefaults
 from lorikeet_engine.adapter import AdapterRef, Residency
 
 
 @dataclass(frozen=True, slots=True)
+class PinnedPrompt:
+    """System prompt whose KV pages a replica computes with an adapter, before users ask.
+
+    ref: the adapter; chats of its tenant alone share the pages.
+    defaults: the prompt, and the adapter's own chat template.
+    """
+
+    ref: AdapterRef
+    defaults: RequestDefaults
+
+    @property
+    def name(self) -> str:
+        """Name of the pages in the engine: different for all that changes them."""
+        text = json.dumps([self.defaults.system_prompt, self.defaults.chat_template])
+        return f"{self.ref.tenant} {self.ref.digest} {hashlib.sha256(text.encode()).hexdigest()}"
+
+
+@dataclass(frozen=True, slots=True)
 class PinTarget:
-    """Adapter that a replica must hold at the given memory tier or nearer to the GPU."""
+    """Adapter that a replica must hold at the given memory tier or nearer to the GPU, and the
+    system prompts whose KV pages it must compute.
+    """
 
     ref: AdapterRef
     tier: Residency
+    prompts: tuple[PinnedPrompt, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

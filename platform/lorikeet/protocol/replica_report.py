@@ -1,6 +1,7 @@
 """Report of a replica about itself."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from lorikeet_engine.adapter import Residency
@@ -18,6 +19,8 @@ class ReplicaReport:
     quantization: format to which the base model's linears are rounded, in words; None if they are
         not.
     fp8_kv: whether the KV cache is FP8 instead of the base model's dtype.
+    prompts: by PinnedPrompt.name, None for a pinned prompt that is computed, else the reason why
+        its last computation failed.
     """
 
     replica: str
@@ -26,6 +29,7 @@ class ReplicaReport:
     rows: AdapterRows = ()
     quantization: str | None = None
     fp8_kv: bool = False
+    prompts: Mapping[str, str | None] = field(default_factory=dict)
 
     def pinnable_bytes(self, tier: Residency) -> int:
         """Return the limit on all pinned adapters of a tier, in bytes of their parts on one GPU.

@@ -1,4 +1,4 @@
-"""Comparison of the base model's matrices with copies of them that adapters carry.
+"""Comparison of the base model's matrices with those that adapters carry.
 
 A child process reads the checkpoint: a replica does not import torch, which would block its event
 loop and so its streams.
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 
-from lorikeet_engine.adapter_format import BaseCopy
+from lorikeet_engine.adapter_format import DIGEST_BYTES, BaseCopy, WholeModule
 
 _PATIENCE_S = 300.0
 
@@ -26,17 +26,35 @@ def changed_copies(folder: Path, copies: Sequence[BaseCopy]) -> list[str]:
     copies: the copies of the base model's matrices that an adapter contains.
     """
     return [
-        copy.module
-        for copy in copies
-        if copy.sha256 != _base_sha256(folder, copy.module, copy.dtype)
+        copy.module for copy in copies if copy.sha256 != _hashed(folder, copy.module, copy.dtype)
     ]
 
 
+def changed_rows(folder: Path, modules: Sequence[WholeModule]) -> dict[str, list[int]]:
+    """Return the ids of the rows of trained modules that differ from the base model's checkpoint,
+    by module.
+
+    Modules that the base model has in another number of rows, or quantised, are left out. Caches
+    and raises as `changed_copies` does.
+    """
+    changed = {}
+    for each in modules:
+        of_base = bytes.fromhex(_hashed(folder, each.module, each.dtype, "rows"))
+        if len(of_base) == len(each.digests):
+            begins = range(0, len(of_base), DIGEST_BYTES)
+            changed[each.module] = [
+                at // DIGEST_BYTES
+                for at in begins
+                if of_base[at : at + DIGEST_BYTES] != each.digests[at : at + DIGEST_BYTES]
+            ]
+    return changed
+
+
 @lru_cache(8)
-def _base_sha256(folder: Path, module: str, dtype: str) -> str:
+def _hashed(folder: Path, module: str, dtype: str, *options: str) -> str:
     program = [sys.executable, "-P", "-m", "lorikeet_engine.models.base_sha256"]
     done = subprocess.run(
-        [*program, str(folder), module, dtype],
+        [*program, str(folder), module, dtype, *options],
         check=True,
         stdout=subprocess.PIPE,
         text=True,

@@ -24,7 +24,7 @@ def build_engine(settings: Settings, base_model: str) -> "Engine":
     """
     # Imported here: the replica's process imports this module too, and must not load torch.
     from lorikeet.replica.engine_settings import engine_settings
-    from lorikeet.replica.grammars.matcher import ModelGrammars
+    from lorikeet.replica.grammar_matcher import ModelGrammars
     from lorikeet_engine.engine import Engine
 
     log_to_stderr()

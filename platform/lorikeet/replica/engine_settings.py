@@ -1,30 +1,45 @@
-"""Settings of one engine, from the service's settings and this machine's device."""
+"""Settings of one engine, from the service's settings and this machine's device.
 
-from typing import TypeVar
+Only engine_settings loads torch on a machine without a GPU: the start of a service calls the other
+functions, and must not take seconds.
+"""
 
-import torch
+import ctypes
+from typing import TYPE_CHECKING
 
 from lorikeet.settings import Memory, Settings
 from lorikeet_engine.adapter_format import AdapterMemory
-from lorikeet_engine.device.memory import MemoryShare
-from lorikeet_engine.settings import EngineSettings
 
-_Default = TypeVar("_Default")
+if TYPE_CHECKING:
+    from lorikeet_engine.settings import EngineSettings
 
 _DEFAULT_DTYPE = {"cpu": "float32", "cuda": "bfloat16"}
-_DEFAULT_KV: dict[str, int | MemoryShare] = {"cpu": 256 << 20, "cuda": MemoryShare(0.9)}
-_DEFAULT_SLOT_POOL: dict[str, int | MemoryShare] = {"cpu": 64 << 20, "cuda": MemoryShare(0.1)}
+_DEFAULT_KV: dict[str, int | float] = {"cpu": 256 << 20, "cuda": 0.9}
+_DEFAULT_SLOT_POOL: dict[str, int | float] = {"cpu": 64 << 20, "cuda": 0.1}
 
 
 def device_of(settings: Settings) -> str:
     """Return cpu or cuda; `auto` is cuda if this process sees a CUDA device."""
-    if settings.device == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    return settings.device
+    if settings.device != "auto":
+        return settings.device
+    try:
+        ctypes.CDLL("libcuda.so.1")  # NVIDIA's driver
+    except OSError:
+        return "cpu"
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def engine_settings(settings: Settings, base_model: str) -> EngineSettings:
+def engine_settings(settings: Settings, base_model: str) -> "EngineSettings":
     """Return the settings of one base model's engine. Call it on the engine's machine."""
+    from lorikeet_engine.device.memory import MemoryShare
+    from lorikeet_engine.settings import EngineSettings
+
+    def memory(given: Memory, default: int | float) -> int | MemoryShare:
+        size = _memory(given, default)
+        return MemoryShare(size) if isinstance(size, float) else size
+
     device = device_of(settings)
     goal_ms = settings.inter_token_goal_ms
     return EngineSettings(
@@ -36,14 +51,14 @@ def engine_settings(settings: Settings, base_model: str) -> EngineSettings:
         kv_dtype=settings.kv_dtype[base_model],
         state_dtype=settings.state_dtype[base_model],
         adapter_dtype=_adapter_dtype(settings, device),
-        kv_bytes=_memory(settings.kv_cache_memory, _DEFAULT_KV[device]),
+        kv_bytes=memory(settings.kv_cache_memory, _DEFAULT_KV[device]),
         kv_host_bytes=settings.kv_host_memory or 0,
-        state_bytes=_memory(settings.state_memory, None),
+        state_bytes=None if settings.state_memory == "auto" else memory(settings.state_memory, 0),
         max_context=settings.max_context.get(base_model),
         max_batch_tokens=settings.max_batch_tokens,
         max_running=settings.max_running,
         max_batch_adapters=settings.max_batch_adapters,
-        adapter_gpu_bytes=_memory(settings.adapter_gpu_memory, _DEFAULT_SLOT_POOL[device]),
+        adapter_gpu_bytes=memory(settings.adapter_gpu_memory, _DEFAULT_SLOT_POOL[device]),
         adapter_host_bytes=settings.adapter_host_memory,
         adapter_disk_bytes=settings.adapter_disk,
         max_rank=settings.max_rank,
@@ -79,7 +94,6 @@ def _adapter_dtype(settings: Settings, device: str) -> str:
     return given if given != "auto" else _dtype(settings, device)
 
 
-def _memory(given: Memory, default: _Default) -> _Default | int | MemoryShare:
-    if given == "auto":
-        return default
-    return MemoryShare(given) if isinstance(given, float) else given
+def _memory(given: Memory, default: int | float) -> int | float:
+    """Return bytes, or a share of the free memory."""
+    return default if given == "auto" else given

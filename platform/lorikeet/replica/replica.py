@@ -10,10 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lorikeet.answer_stream.answer import Answer, refusal_of
-from lorikeet.answer_stream.answer_sender import AnswerSender
-from lorikeet.answer_stream.output_log import outputs_of
-from lorikeet.answer_stream.response_stream import DeltaGroup, ResponseStreams
+from lorikeet.apis.answer import Answer, refusal_of
 from lorikeet.catalog.catalog import blob_key
 from lorikeet.catalog.store.object_store import open_store
 from lorikeet.errors import GenerationFailed, InvalidInput
@@ -29,15 +26,19 @@ from lorikeet.protocol.messages import (
     SmokeResult,
     SmokeTest,
 )
+from lorikeet.protocol.output_log import outputs_of
 from lorikeet.protocol.parity import ParityTest
 from lorikeet.protocol.placement_decision import PinTarget, PlacementDecision
 from lorikeet.protocol.pushing import HoldState, PushMessage
 from lorikeet.protocol.replica_report import ReplicaReport
+from lorikeet.protocol.response_stream import DeltaGroup, ResponseStreams
 from lorikeet.protocol.status_update import StatusUpdate, to_stats
-from lorikeet.replica.base_copies import changed_copies
+from lorikeet.replica.answer_sender import AnswerSender
+from lorikeet.replica.base_copies import changed_copies, changed_rows
 from lorikeet.replica.engine_process import build_engine
 from lorikeet.replica.output_dispatcher import OutputDispatcher
 from lorikeet.replica.parity import prove_parity
+from lorikeet.replica.pinned_prompts import PinnedPrompts
 from lorikeet.replica.pushed_adapters import PushedAdapters
 from lorikeet.replica.request_builder import RequestBuilder
 from lorikeet.replica.slot_metering import SlotMetering
@@ -46,7 +47,7 @@ from lorikeet.replica.status_feed import StatusFeed
 from lorikeet.settings import Settings
 from lorikeet.text.prompts import PromptEncoder
 from lorikeet_engine.adapter import AdapterRef, Residency
-from lorikeet_engine.adapter_format import BaseCopy
+from lorikeet_engine.adapter_format import BaseCopy, WholeModule
 from lorikeet_engine.errors import EngineClosed, EngineError
 from lorikeet_engine.process.client import EngineProcessClient
 from lorikeet_engine.request import Failed, Output, PromptLogprobs, Request, Tokens
@@ -98,13 +99,15 @@ class Replica:
         self._engine = EngineProcessClient(
             build, self._outputs.dispatch, self.engine_ended, self._status_changed
         )
-        self._feed = StatusFeed(self._engine.status, self._engine.info.max_context)
+        info = self._engine.info
+        self._feed = StatusFeed(self._engine.status, info.max_context, info.kv_tokens)
         self._pushed = PushedAdapters(
             settings.cache_dir, self._engine, self._feed.residency, lambda at: self._pins.get(at)
         )
         context = self._engine.info.max_context
         self._encoder = PromptEncoder(settings.base_models[base_model])
         self._requests = RequestBuilder(self._encoder, settings.base_models[base_model], context)
+        self._prompts = PinnedPrompts(self._encoder, self._engine, self._complete)
         flush_s = settings.usage_flush_s
         self._store = store.result()
         self._metering = SlotMetering(self._store, self._engine, base_model, flush_s)
@@ -194,6 +197,12 @@ class Replica:
         """
         return await asyncio.to_thread(changed_copies, self._folder, copies)
 
+    async def changed_rows(self, modules: Sequence[WholeModule]) -> dict[str, list[int]]:
+        """Return the rows of an adapter's whole modules that differ from the base model's, by
+        module.
+        """
+        return await asyncio.to_thread(changed_rows, self._folder, modules)
+
     async def apply_plan(self, plan: Mapping[str, PlacementDecision]) -> str | None:
         """Pin, unpin and prefetch adapters as the plan says; return this replica's name.
 
@@ -210,6 +219,7 @@ class Replica:
             if digest not in self._pins or self._pins[digest].tier != target.tier:
                 self._engine.pin(target.ref, target.tier)
         self._pins = dict(decision.pins)
+        self._prompts.update(decision.pins.values())
         self._sole_copies, self._plan_s = decision.sole_copies, time.monotonic()
         for each in decision.prefetches:
             self._engine.prefetch(each.ref, each.tier, each.uses)
@@ -229,7 +239,13 @@ class Replica:
         rows = await asyncio.wrap_future(self._engine.adapters(tier))
         status, info = self._engine.status, self._engine.info
         return ReplicaReport(
-            self.name, self._base_model, status, rows, info.quantization, info.fp8_kv
+            self.name,
+            self._base_model,
+            status,
+            rows,
+            info.quantization,
+            info.fp8_kv,
+            self._prompts.progress(),
         )
 
     async def metrics(self) -> bytes:
@@ -304,6 +320,7 @@ class Replica:
         Safe to call twice.
         """
         self._metering.close()
+        self._prompts.close()
         self._requests.close()
         self._engine.close()
 

@@ -7,25 +7,25 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from lorikeet.answer_stream.answer import RESPONSE_COPIES
-from lorikeet.answer_stream.harmony import place_behind
-from lorikeet.answer_stream.openai_format import SaidChoice, SchemaCheck
-from lorikeet.answer_stream.prompt_echoes import PromptEchoes, prompt_echoes
-from lorikeet.answer_stream.tool_syntax import HARMONY
+from lorikeet.apis.answer import RESPONSE_COPIES
 from lorikeet.errors import InvalidInput
 from lorikeet.protocol.messages import Call, EncodedCall, Endpoint, Thinking
-from lorikeet.replica.grammars.answer_grammar import answer_grammar
-from lorikeet.replica.grammars.harmony_grammar import harmony_grammar, tried_harmony_grammar
-from lorikeet.replica.grammars.sandbox import GrammarSandbox, SchemasRefused, Unchecked
-from lorikeet.replica.grammars.schema_faults import (
+from lorikeet.replica.grammar_sandbox import GrammarSandbox, SchemasRefused, Unchecked
+from lorikeet.text.choice import SaidChoice, SchemaCheck
+from lorikeet.text.grammars.answer_grammar import answer_grammar
+from lorikeet.text.grammars.harmony_grammar import harmony_grammar, tried_harmony_grammar
+from lorikeet.text.grammars.schema_faults import (
     AnswerSchema,
     checked_schemas,
     ignored_keywords,
     whole_schema,
     without_schemas,
 )
+from lorikeet.text.harmony import place_behind
+from lorikeet.text.prompt_echoes import PromptEchoes, prompt_echoes
 from lorikeet.text.prompts import PromptEncoder
 from lorikeet.text.tenant_threads import TenantThreads
+from lorikeet.text.tools.syntax import HARMONY
 from lorikeet_engine.adapter import Pooling
 from lorikeet_engine.request import Request
 
@@ -90,7 +90,7 @@ class RequestBuilder:
 
     async def build(self, encoded: EncodedCall) -> PreparedCall:
         """Return the engine's request for a call. Only calls with tools or a format have a grammar
-        (grammars/).
+        (text/grammars/).
 
         Raises InvalidInput if the call asks for an impossible answer, for example by a faulty
         schema, EngineOverloaded if its grammar cannot be tried in time.

@@ -16,11 +16,11 @@ from ray.serve.deployment import Application
 from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp
 
+from lorikeet.apis.errors import TINKER
 from lorikeet.batch_store import BatchStore
 from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.kept_view import KeptView
 from lorikeet.catalog.store.object_store import ObjectStore, open_store
-from lorikeet.error_shapes import TINKER
 from lorikeet.errors import InvalidSetting, LorikeetError, StoreError, StoreRefused
 from lorikeet.file_store import FileStore
 from lorikeet.gateway.app import create_app
@@ -32,6 +32,7 @@ from lorikeet.gateway.services import Services, read_base_models
 from lorikeet.gateway.vllm.requests import PATHS as VLLM_PATHS
 from lorikeet.logs import log_to_stderr
 from lorikeet.metrics.gateway import GatewayMetrics
+from lorikeet.replica.engine_settings import adapter_memory, device_of
 from lorikeet.replica.replica import Replica
 from lorikeet.response_store import ResponseStore
 from lorikeet.retry_after import FULL_PROXY_S
@@ -117,8 +118,6 @@ def reserved_resources(settings: Settings) -> dict[str, float]:
 
 def _gpus(settings: Settings, base_model: str) -> int:
     """Return the number of GPUs that a replica reserves."""
-    from lorikeet.replica.engine_settings import device_of  # imports torch, which only this needs
-
     return settings.tensor_parallel[base_model] if device_of(settings) == "cuda" else 0
 
 
@@ -150,8 +149,6 @@ def gateway(
     engines: deployment of the engines of each base model.
     controller: bound so that Serve deploys the controller too; no request uses it.
     """
-    from lorikeet.replica.engine_settings import adapter_memory  # imports torch, as in _gpus
-
     deployment = serve.deployment(
         name="gateway",
         num_replicas=settings.gateways,

@@ -21,7 +21,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.config import HTTP_PROTOCOLS
 
-from lorikeet.error_shapes import openai_error_body
+from lorikeet.apis.errors import openai_error_body
 from lorikeet.errors import InvalidInput, Unavailable
 from lorikeet.gateway.basic_auth import as_bearer
 from lorikeet.gateway.error_responses import error_response, websocket_refusal

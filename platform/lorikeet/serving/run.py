@@ -28,7 +28,9 @@ def main(host: str, port: int) -> None:
         from lorikeet.serving.start import run_or_exit
 
     logging.getLogger("ray.serve").setLevel(_QUIET)
-    ray.init(address="local", namespace="serve", logging_level=_QUIET)  # joins no Ray that runs
+    ray.init(  # joins no Ray that runs
+        address="local", namespace="serve", logging_level=_QUIET, include_dashboard=False
+    )
     serve.start(
         proxy_location="EveryNode",
         http_options={"host": host, "port": port},

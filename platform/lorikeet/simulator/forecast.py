@@ -10,11 +10,9 @@ import numpy as np
 from lorikeet.routing.ranking import H200_LLAMA_8B, CostCoefficients
 from lorikeet.simulator.demand import SimulatedDemand
 from lorikeet.simulator.fleet import SimulatedFleet
-from lorikeet.simulator.router import LeastCostRouter
 from lorikeet.simulator.traffic import BASE_MODEL, FleetSetup
 from lorikeet.simulator.workload_models import Floats, Ints
 from lorikeet_engine.adapter import Residency
-from lorikeet_engine.residency.eviction_score import LeastUsedForItsSize
 
 WARM_UP_S = 60.0
 # Bounds of one run, which takes a second or two: requests, simulated seconds, and requests of each
@@ -191,7 +189,7 @@ def forecast(
     named = enumerate(demand.tenants)
     tails = {one.name: _tail(ttft_s[tenants == n], found[tenants == n]) for n, one in named}
     p50_s, p99_s = _gaps(fleets)
-    loads = sum(at_s >= WARM_UP_S for fleet in fleets for at_s, _ in fleet.loads)
+    loads = sum(fleet.loads for fleet in fleets)
     return Forecast(
         replicas,
         pins,
@@ -224,7 +222,7 @@ def _run(needs: CapacityNeeds, replicas: int, pins: Mapping[str, int], seed: int
         costs=needs.costs,
     )
     requests = demand.requests(WARM_UP_S + needs.counted_s, seed)
-    fleet = SimulatedFleet(setup, requests, LeastCostRouter(seed), LeastUsedForItsSize())
+    fleet = SimulatedFleet(setup, requests)
     fleet.run()
     return fleet
 

@@ -2,8 +2,8 @@
 
 All decoding sequences get one token per step, so they share one clock that counts steps. The clock
 runs as fast as steps of the current batch take, and a sequence ends when the clock has advanced by
-the length of its answer. Prompts whose adapters are loaded join at the start of a step, in the
-tenants' fair order, as far as the step's token limit allows.
+the length of its answer. Prompts whose adapters are loaded join at the start of a step, in order of
+arrival, as far as the step's token limit allows.
 """
 
 import math
@@ -15,12 +15,11 @@ from typing import Protocol
 
 from lorikeet.routing.locations import decrement
 from lorikeet.routing.ranking import RoutingStatus
-from lorikeet.simulator.fair_queue import FairQueue
 from lorikeet.simulator.memory import Arena, ByteLru, Link
 from lorikeet.simulator.traffic import FleetSetup
 from lorikeet_engine.adapter import Residency
 from lorikeet_engine.costs import StepCosts, seen_tokens
-from lorikeet_engine.residency.eviction_score import EvictionPolicy
+from lorikeet_engine.residency.eviction_score import LeastUsedForItsSize
 
 _Changed = Callable[[int], None]  # called with an adapter
 _NEARLY = 1e-6  # steps; a clock this near to a whole number counts as whole
@@ -29,18 +28,17 @@ _NEARLY = 1e-6  # steps; a clock this near to a whole number counts as whole
 class _Fleet(Protocol):
     """The fleet as its replicas use it: tables of requests and adapters, clock, and reports.
 
-    prompts, answers, adapter_of, tenant_of: tokens, adapter and tenant of each request, [requests].
+    prompts, answers, adapter_of: tokens and adapter of each request, [requests].
     ranks, sizes, names: LoRA rank, bytes and name of each adapter, [adapters].
     on_gpu, on_host, on_disk: replicas that hold each adapter in this tier, [adapters].
     gaps: number of tokens by the time since the previous token, in units of 0.1 ms.
+    loads: number of loads onto GPUs.
     """
 
     setup: FleetSetup
-    policy: EvictionPolicy
     prompts: list[int]
     answers: list[int]
     adapter_of: list[int | None]
-    tenant_of: list[int]
     ranks: list[int]
     sizes: list[int]
     names: list[str]
@@ -48,16 +46,11 @@ class _Fleet(Protocol):
     on_host: list[list["SimulatedReplica"]]
     on_disk: list[list["SimulatedReplica"]]
     gaps: defaultdict[int, float]
+    loads: int
 
     def schedule(self, time_s: float, act: Callable[[float], object]) -> None: ...
 
     def on_first_token(self, request: int, now_s: float) -> None: ...
-
-    def on_end(self) -> None: ...
-
-    def on_load_requested(self, adapter: int, replica: "SimulatedReplica") -> None: ...
-
-    def on_load_started(self, adapter: int, replica: "SimulatedReplica") -> None: ...
 
 
 class SimulatedReplica:
@@ -65,7 +58,6 @@ class SimulatedReplica:
 
     status: load that routers see, without `room_bytes`, which they take from the arena (the GPU's
         memory for adapters).
-    outstanding: number of requests that still wait for tokens.
     waiting: adapter → requests that wait for the adapter.
     queue: requests that can start prefill, once the KV cache has room for prompt and answer.
     decoding: adapter → number of its decoding sequences.
@@ -75,19 +67,19 @@ class SimulatedReplica:
         self.number, self.name, self._fleet = number, str(number), fleet
         setup, sizes = fleet.setup, fleet.sizes
         gpu_bytes = max(setup.gpu_bytes, max(sizes))  # a larger adapter would wait for ever
-        evicted = self._callbacks(fleet.on_gpu)[1]
-        self.arena = Arena(gpu_bytes, sizes, fleet.names, fleet.policy, evicted)
+        self._requested, evicted = self._callbacks(fleet.on_gpu)
+        self.arena = Arena(gpu_bytes, sizes, fleet.names, LeastUsedForItsSize(), evicted)
         self.host = ByteLru(setup.host_bytes, sizes, *self._callbacks(fleet.on_host))
         self.disk = ByteLru(setup.disk_bytes, sizes, *self._callbacks(fleet.on_disk))
         self._steps, loads = setup.costs.steps, setup.costs.loads
         self._copies = Link(loads.host_latency_s, loads.host_bytes_per_s)
         self._reads = Link(loads.disk_latency_s, loads.disk_bytes_per_s)
         self._downloads = Link(loads.remote_latency_s, loads.remote_bytes_per_s)
-        self.status, self.outstanding = RoutingStatus(), 0
+        self.status = RoutingStatus()
         self._next_step = 0  # number of the scheduled step; events of earlier numbers are void
         self.waiting: dict[int, list[int]] = {}
         self._blocked: deque[int] = deque()  # adapters on the host that wait for GPU memory
-        self.queue = FairQueue()
+        self.queue: deque[int] = deque()
         self._prompts: dict[int, int] = {}  # requests in prefill → prompt tokens left
         self._kv_left = setup.kv_tokens
         self._boundary_s = math.inf  # end of the step with prompts, or of the one before them
@@ -108,7 +100,6 @@ class SimulatedReplica:
 
     def submit(self, request: int, now_s: float) -> Residency:
         """Accept a request; return the tier of its adapter, GPU if it needs none."""
-        self.outstanding += 1
         self.status.add_waiting(self._fleet.prompts[request])
         adapter = self._fleet.adapter_of[request]
         if adapter is None or self.arena.holds(adapter):
@@ -149,7 +140,7 @@ class SimulatedReplica:
 
     def _request(self, adapter: int, now_s: float) -> None:
         self.status.loading_bytes += self._fleet.sizes[adapter]
-        self._fleet.on_load_requested(adapter, self)
+        self._requested(adapter)
         if self.host.use(adapter):
             self._blocked.append(adapter)
             self._place_next(now_s)
@@ -186,7 +177,7 @@ class SimulatedReplica:
 
     def _place(self, adapter: int, now_s: float) -> None:
         """Start the copy of an adapter to the GPU; the arena has reserved its bytes."""
-        self._fleet.on_load_started(adapter, self)
+        self._fleet.loads += 1
         size = self._fleet.sizes[adapter]
         self._schedule(self._copies.carry(size, now_s), self._loaded, adapter)
 
@@ -200,7 +191,7 @@ class SimulatedReplica:
         """Queue a request whose adapter is on the GPU."""
         if (adapter := self._fleet.adapter_of[request]) is not None:
             self.arena.lease(adapter, now_s)
-        self.queue.add(request, self._fleet.tenant_of[request])
+        self.queue.append(request)
         if self._boundary_s == math.inf and self.status.running < self._steps.max_running:
             self._advance(now_s)
             self._schedule_step(now_s)
@@ -213,7 +204,6 @@ class SimulatedReplica:
         if left == 0:
             self._end(request, now_s)
             return
-        self.queue.begun(self._fleet.tenant_of[request])
         heappush(self._ends, (self._clock + left, request))
         status.running += 1
         self._context.add(request, self._clock)
@@ -223,7 +213,6 @@ class SimulatedReplica:
 
     def _end_decode(self, request: int, now_s: float) -> None:
         adapter = self._fleet.adapter_of[request]
-        self.queue.ended(self._fleet.tenant_of[request])
         self.status.running -= 1
         self._context.remove(request, self._clock)
         if adapter is not None:
@@ -232,9 +221,7 @@ class SimulatedReplica:
         self._end(request, now_s)
 
     def _end(self, request: int, now_s: float) -> None:
-        self.outstanding -= 1
         self._kv_left += self._tokens(request)
-        self._fleet.on_end()
         if (adapter := self._fleet.adapter_of[request]) is not None:
             self.arena.release(adapter)
             self._place_next(now_s)
@@ -246,7 +233,6 @@ class SimulatedReplica:
         steps, self._as_of_s = self._rate * (now_s - self._as_of_s), now_s
         self._clock += steps
         if steps:
-            self.queue.decoded(steps)
             self._fleet.gaps[int(1e4 / self._rate)] += steps * self.status.running
 
     def _end_prompts(self, now_s: float) -> None:
@@ -284,7 +270,7 @@ class SimulatedReplica:
         while (
             self._next_fits() and len(self._prompts) < free and sum(self._prompts.values()) < room
         ):
-            request = self.queue.next(fleet.prompts)
+            request = self.queue.popleft()
             self._prompts[request] = fleet.prompts[request]
             self._kv_left -= self._tokens(request)
         tokens, adapted, seen = status.running, 0, 0
@@ -299,7 +285,7 @@ class SimulatedReplica:
 
     def _next_fits(self) -> bool:
         """Whether a request is queued, and the KV cache has room for the next one."""
-        return bool(self.queue) and self._tokens(self.queue.first()) <= self._kv_left
+        return bool(self.queue) and self._tokens(self.queue[0]) <= self._kv_left
 
     def _tokens(self, request: int) -> int:
         """Return the tokens of a request's prompt and answer, for which it holds KV pages."""

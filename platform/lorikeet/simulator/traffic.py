@@ -18,14 +18,12 @@ class Requests:
     times_s: arrival times.
     adapters: numbers of adapters, or BASE_MODEL.
     prompts, answers: lengths in tokens.
-    tenants: numbers of tenants; None: all requests are one tenant's.
     """
 
     times_s: Floats
     adapters: Ints
     prompts: Ints
     answers: Ints
-    tenants: Ints | None = None
 
     def __len__(self) -> int:
         return len(self.times_s)

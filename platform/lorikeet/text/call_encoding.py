@@ -6,10 +6,10 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from lorikeet.answer_stream.reasoning import ThinkTags
 from lorikeet.errors import ContextLengthExceeded, InvalidInput
 from lorikeet.protocol.messages import Call, EncodedCall, Thinking, TokenIds
 from lorikeet.text.prompts import PromptEncoder
+from lorikeet.text.reasoning import ThinkTags
 
 _SHORT_CHARACTERS = 1024
 """Limit on the characters of a call that is encoded in a fraction of a millisecond."""

@@ -13,17 +13,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 from jinja2 import Environment, TemplateError
 from tokenizers import Tokenizer
 
-from lorikeet.answer_stream.detokenizer import Vocabulary
-from lorikeet.answer_stream.harmony import REQUIRED_MARKS
-from lorikeet.answer_stream.reasoning import (
-    MISTRAL_TAGS,
-    THINK_TAGS,
-    ThinkTags,
-    tags_of,
-    thinking_behind,
-    thinking_within,
-)
-from lorikeet.answer_stream.tool_syntax import HARMONY, SYNTAXES, ToolSyntax, syntax_of
 from lorikeet.errors import (
     ContextLengthExceeded,
     InvalidInput,
@@ -33,18 +22,30 @@ from lorikeet.errors import (
 from lorikeet.protocol.messages import (
     AnswerMarks,
     Call,
+    Endpoint,
     Format,
     Thinking,
     TokenIds,
     ToolUse,
 )
 from lorikeet.request_defaults import RequestDefaults
+from lorikeet.text.detokenizer import Vocabulary
+from lorikeet.text.harmony import REQUIRED_MARKS
 from lorikeet.text.harmony_prompts import (
     EFFORT,
     harmony_messages,
     harmony_tools,
     harmony_variables,
 )
+from lorikeet.text.reasoning import (
+    MISTRAL_TAGS,
+    THINK_TAGS,
+    ThinkTags,
+    tags_of,
+    thinking_behind,
+    thinking_within,
+)
+from lorikeet.text.tools.syntax import HARMONY, SYNTAXES, ToolSyntax, syntax_of
 
 if TYPE_CHECKING:  # it takes a second
     from transformers import PreTrainedTokenizerFast
@@ -76,6 +77,7 @@ _WITHIN_MARK = "\ufdd0"
 text of a special token that a message spells.
 """
 _HELLO = ({"role": "user", "content": "Hello"},)
+_TWO_MESSAGES = tuple({"role": "user", "content": text} for text in ("Hello", "7"))
 _ANY_TOOL = {
     "type": "function",
     "function": {
@@ -260,6 +262,24 @@ class PromptEncoder:
             return self._tokens(text, "prompt", max_context)
         text = self._render(_with_system_prompt([{"role": "user", "content": text}], defaults))
         return self._tokens(text, "prompt", max_context, add_special_tokens=False)
+
+    def encode_system_prompt(self, defaults: RequestDefaults, max_context: int) -> TokenIds:
+        """Return the token ids that begin all chats with an adapter's system prompt, but without
+        tools and variables for the chat template.
+
+        defaults: the adapter's own request defaults, with the system prompt.
+        max_context: longest sequence that the engine takes, tokens.
+
+        Raises InvalidInput if the chat template refuses a message behind the system prompt,
+        ContextLengthExceeded if a long prompt exceeds the context.
+        """
+        about = ("", Endpoint.CHAT, 0, "", "", None)
+        first, second = (
+            self.encode(Call(*about, messages=(message,), defaults=defaults), max_context)[0]
+            for message in _TWO_MESSAGES
+        )
+        pairs = enumerate(zip(first, second, strict=False))
+        return first[: next((at for at, (one, other) in pairs if one != other), len(first))]
 
     def encode_text(self, text: str, max_context: int, *, add_special_tokens: bool) -> TokenIds:
         """Return the token ids of a text.

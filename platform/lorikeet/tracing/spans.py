@@ -34,7 +34,7 @@ from opentelemetry.trace import (
 )
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from lorikeet.error_shapes import api_of_path, error_status
+from lorikeet.apis.errors import api_of_path, error_status
 from lorikeet.request_log.record import RequestRecord, engine_s
 from lorikeet_engine.request import EngineTimings
 
@@ -52,6 +52,12 @@ _OPERATIONS = {
     "/v1/classify": "classify",
     "/v1/score": "score",
     "/v1/pooling": "pooling",
+    "/v1/rerank": "rerank",
+    "/v2/rerank": "rerank",
+    "/classify": "classify",
+    "/score": "score",
+    "/pooling": "pooling",
+    "/rerank": "rerank",
     "/v1/embeddings": "embeddings",
 }
 _IDS = RandomIdGenerator()

@@ -6,7 +6,15 @@ import json
 import numpy as np
 import pytest
 
-from lorikeet_engine.adapter_format import AdapterLimits, base_copies, read_spec, write_blob
+from lorikeet_engine.adapter_format import (
+    AdapterLimits,
+    base_copies,
+    keep_rows,
+    read_spec,
+    row_digests,
+    whole_modules,
+    write_blob,
+)
 from lorikeet_engine.errors import AdapterRejected
 from tests.engine.adapter_format.peft_folder import edit_weights
 from tests.engine.tiny_llama import SHAPE, trained
@@ -48,6 +56,30 @@ def test_a_resized_vocabulary_is_refused_by_name(rows, name, folder):
     with pytest.raises(AdapterRejected, match="resized vocabularies cannot be served") as caught:
         read_spec(folder / "blob", SHAPE, LIMITS)
     assert caught.value.field == name.split(".")[-2]
+
+
+def test_rows_that_the_base_model_has_too_are_left_out_of_whole_modules(tmp_path):
+    model = trained(r=4, target_modules=["q_proj"], modules_to_save=["lm_head", "embed_tokens"])
+    head = model.get_base_model().lm_head.modules_to_save["default"].weight
+    head.data[[7, 40]] += 1
+    model.save_pretrained(tmp_path)
+    write_blob(tmp_path, tmp_path / "blob")
+    bare = model.get_base_model().lm_head.original_module.weight.detach().numpy()
+    of_head, _ = sorted(whole_modules(tmp_path / "blob"), key=lambda m: m.module == "embed_tokens")
+    assert of_head.dtype == "F32"
+    same = row_digests(row.tobytes() for row in bare)
+    differ = [i for i in range(64) if same[8 * i :][:8] != of_head.digests[8 * i :][:8]]
+    assert differ == [7, 40]
+    keep_rows(tmp_path / "blob", tmp_path / "less", {"lm_head": differ, "embed_tokens": []})
+    spec = read_spec(tmp_path / "less", SHAPE, LIMITS)
+    (part,) = spec.token_rows
+    assert (part.name, part.ids) == ("lm_head", (7, 40))
+    kept = (tmp_path / "less").read_bytes()[part.rows.begin : part.rows.end]
+    assert kept == head.detach().numpy()[[7, 40]].tobytes()
+    assert spec.linears[0].a.shape == read_spec(tmp_path / "blob", SHAPE, LIMITS).linears[0].a.shape
+    assert whole_modules(tmp_path / "less") == ()
+    keep_rows(tmp_path / "blob", tmp_path / "same", {})
+    assert (tmp_path / "same").read_bytes() == (tmp_path / "blob").read_bytes()
 
 
 def test_two_copies_of_one_matrix_are_refused(folder):

@@ -137,7 +137,7 @@ def test_a_rank_over_the_limit_is_too_large(folder):
         ),
         ({"bias": "some"}, "bias"),
         ({"lora_bias": True}, "base_model.model.model.layers.0.self_attn.q_proj.lora_B.bias"),
-        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"modules_to_save": ["norm"]}, "modules_to_save"),
         ({"layer_replication": [[0, 2]]}, "layer_replication"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights"),
         ({"init_lora_weights": "loftq"}, "init_lora_weights"),
@@ -178,7 +178,7 @@ def test_a_config_that_cannot_be_served_is_refused_by_key(changes, field, folder
             "base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta",
             "trained tokens",
         ),
-        ("base_model.model.lm_head.modules_to_save.weight", "modules_to_save"),
+        ("base_model.model.model.norm.modules_to_save.weight", "modules_to_save"),
         ("base_model.model.model.layers.0.self_attn.q_proj.lora_B.bias", "does not say so"),
         ("base_model.model.model.layers.0.mlp.up_proj.bias", "does not say so"),
         ("base_model.model.model.layers.0.input_layernorm.bias", "cannot be adapted"),
@@ -275,7 +275,7 @@ def test_a_blob_made_by_hand_is_checked_like_any_other(change, field, folder):
 @pytest.mark.parametrize(
     ("config", "says"),
     [
-        (peft.LoraConfig(modules_to_save=["lm_head"], target_modules=["q_proj"]), "whole modules"),
+        (peft.LoraConfig(modules_to_save=["norm"], target_modules=["q_proj"]), "whole modules"),
         (
             peft.LoraConfig(layer_replication=[[0, 2], [1, 2]], target_modules=["q_proj"]),
             "base model",

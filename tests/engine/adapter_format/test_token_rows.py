@@ -3,6 +3,7 @@
 import copy
 from dataclasses import replace
 
+import numpy as np
 import peft
 import pytest
 import torch
@@ -13,7 +14,7 @@ from lorikeet_engine.errors import AdapterRejected, AdapterTooLarge
 from lorikeet_engine.residency.blob_packing import pack
 from lorikeet_engine.residency.packed_image import PackedLayout
 from tests.engine.adapter_format.peft_folder import edit_config, edit_weights
-from tests.engine.tiny_llama import CONFIG, SHAPE
+from tests.engine.tiny_llama import CONFIG, SHAPE, trained
 
 LIMITS = AdapterLimits(max_rank=16, max_bytes=1 << 20)
 TIED = replace(SHAPE, tied=True)
@@ -58,29 +59,72 @@ def test_rows_and_ids_are_in_the_image_and_count_as_changed(tmp_path):
     pack(tmp_path / "blob", spec, layout, image)
     for part in spec.token_rows:
         at, ids_at, count = layout.rows[SHAPE.outer_layer, part.linear].tolist()
-        assert torch.equal(image[at:][: count * SHAPE.hidden], saved[part.name].flatten())
+        ascending = torch.tensor(part.ids).argsort()
+        want = saved[part.name][ascending].flatten()
+        assert torch.equal(image[at:][: count * SHAPE.hidden], want)
         digits = image[ids_at:][: 3 * count].view(count, 3)
-        assert (digits @ torch.tensor([1.0, 256.0, 65536.0])).tolist() == list(part.ids)
+        assert (digits @ torch.tensor([1.0, 256.0, 65536.0])).tolist() == sorted(part.ids)
 
 
-def test_a_tied_head_uses_the_embeddings_rows_which_are_stored_once(tmp_path):
+def test_a_tied_head_has_the_embeddings_rows(tmp_path):
     save(tmp_path, [40, 3])
     spec = accept(tmp_path, TIED)
+    head, embeddings = spec.token_rows
+    assert head.rows == embeddings.rows
+    assert spec.touches.parameters == accept(tmp_path).touches.parameters
     layout = PackedLayout.of(spec, TIED)
-    head, embeddings = layout.rows[-1, -3:-1].tolist()
-    assert head == embeddings
-    assert head[2] == layout.head_rows == 2
+    assert layout.head_rows == 2
     assert layout.elements == spec.packed_elements(TIED.dims)
-    ranks = enumerate(layout.rows[..., 2].flatten().tolist())
-    again = {divmod(at, len(TIED.modules)): rank for at, rank in ranks}
-    assert torch.equal(PackedLayout.of_ranks(again, TIED).rows, layout.rows)
 
 
 def test_a_listed_head_may_be_without_rows_if_it_is_tied(tmp_path):
     save(tmp_path, [40, 3])
     edit_config(tmp_path, trainable_token_indices={"embed_tokens": [40, 3], "lm_head": [40, 3]})
-    assert len(accept(tmp_path, TIED).token_rows) == 1
+    assert len(accept(tmp_path, TIED).token_rows) == 2
     with pytest.raises(AdapterRejected, match="of lm_head: its rows are not in the file"):
+        accept(tmp_path)
+
+
+def whole(folder, **options):
+    """A PEFT folder with random whole modules."""
+    model = trained(r=4, target_modules=["q_proj"], **options)
+    for name, weight in model.named_parameters():
+        if "modules_to_save" in name:
+            weight.data.normal_()
+    model.save_pretrained(folder)
+
+
+@pytest.mark.parametrize("shape", [SHAPE, TIED])
+@pytest.mark.parametrize(
+    "names", [["lm_head"], ["model.embed_tokens"], ["embed_tokens", "lm_head"]]
+)
+def test_whole_modules_are_rows_of_all_tokens_even_if_the_base_model_ties_them(
+    names, shape, tmp_path
+):
+    whole(tmp_path, modules_to_save=names)
+    spec = accept(tmp_path, shape)
+    assert {part.name for part in spec.token_rows} == {n.rpartition(".")[2] for n in names}
+    assert all(part.ids == range(64) for part in spec.token_rows)
+    layout = PackedLayout.of(spec, shape)
+    assert layout.elements == spec.packed_elements(shape.dims)
+    assert layout.head_rows == (64 if "lm_head" in names else 0)
+
+
+@pytest.mark.parametrize("rows", [63, 66])
+def test_a_whole_module_with_a_resized_vocabulary_is_refused_by_name(rows, tmp_path):
+    whole(tmp_path, modules_to_save=["lm_head"])
+    head = "base_model.model.lm_head.weight"
+    edit_weights(tmp_path, lambda t: t.update({head: np.zeros((rows, 32), np.float32)}))
+    with pytest.raises(AdapterRejected, match="resized vocabularies cannot be served"):
+        accept(tmp_path)
+
+
+def test_a_module_trained_whole_and_in_parts_is_refused(tmp_path):
+    save(tmp_path, {"lm_head": [40, 3]})
+    matrix = np.zeros((64, 32), np.float32)
+    edit_weights(tmp_path, lambda t: t.update({"base_model.model.lm_head.weight": matrix}))
+    edit_config(tmp_path, modules_to_save=["lm_head"])
+    with pytest.raises(AdapterRejected, match="lm_head: they are trained in two ways"):
         accept(tmp_path)
 
 
@@ -113,7 +157,7 @@ def test_rows_that_are_not_finite_are_refused(value, tmp_path):
         tensors[ROWS][1, 5] = value
 
     edit_weights(tmp_path, spoil)
-    with pytest.raises(AdapterRejected, match=r"embed_tokens\.trainable_tokens_delta holds NaN"):
+    with pytest.raises(AdapterRejected, match=r"embed_tokens\.weight holds NaN"):
         accept(tmp_path)
 
 
@@ -126,6 +170,8 @@ def test_modules_changed_twice_are_refused(tmp_path):
 
 def test_more_tokens_than_the_limit_are_refused(tmp_path):
     save(tmp_path, [40, 3])
-    edit_config(tmp_path, trainable_token_indices=list(range(257)))
-    with pytest.raises(AdapterTooLarge, match="257 trained tokens in one module: the limit is 256"):
+    edit_config(tmp_path, trainable_token_indices=list(range(65_537)))
+    with pytest.raises(
+        AdapterTooLarge, match="65537 trained tokens in one module: the limit is 65"
+    ):
         accept(tmp_path)

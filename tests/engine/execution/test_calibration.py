@@ -140,10 +140,18 @@ def test_an_h200_is_measured_within_a_second(measure):
 
 
 def test_a_slow_device_is_measured_without_its_largest_step(measure):
-    slow = replace(TRUE, rows=tuple(RowsTime(n, 10e-3 * n) for n in (1, 2, 32, 64, 512, 2048)))
-    found = measure(costs=slow)
-    assert_close(found, slow)
-    assert measure.took_s[-1] < 2048 * 10e-3 + 512 * 10e-3
+    rows = tuple(RowsTime(n, 5e-3 * n) for n in (1, 2, 32, 64, 512, 2048))
+    slow = replace(TRUE, rows=rows, split_s=StepCosts().split_s)
+    assert_close(measure(costs=slow), slow)
+    assert measure.took_s[-1] < 2048 * 5e-3
+
+
+def test_a_slow_devices_larger_steps_are_taken_to_cost_as_much_for_each_token(measure, monkeypatch):
+    monkeypatch.setattr(ExactRunner, "prompt_sizes", ())  # no graphs, as on a CPU
+    rows = tuple(RowsTime(n, 50e-3 * n) for n in (1, 2, 32, 128, 2048))
+    slow = replace(TRUE, rows=rows, pieces_s=0.0, split_s=StepCosts().split_s)
+    assert_close(measure(costs=slow), slow)
+    assert measure.took_s[-1] < 512 * 50e-3
 
 
 def test_a_single_adapter_gives_all_its_cost_to_the_rank(measure):

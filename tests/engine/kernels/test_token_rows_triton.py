@@ -8,9 +8,8 @@ import torch
 pytest.importorskip("triton")
 from lorikeet_engine.kernels.lora import reference
 from lorikeet_engine.kernels.lora.gather import gather
-from lorikeet_engine.kernels.lora.shrink import shrink
 from lorikeet_engine.kernels.lora.tiles import list_tiles
-from lorikeet_engine.kernels.lora.token_rows import place_logits
+from lorikeet_engine.kernels.lora.token_rows import replace_logits
 from lorikeet_engine.kernels.lora.types import LoraGroup, LoraWeights, Segments
 from tests.engine.interpreter import INTERPRETED
 
@@ -28,7 +27,7 @@ def adapters(dtype: torch.dtype) -> tuple[LoraWeights, list[list[int]]]:
     table = torch.zeros(len(COUNTS), 2, 2, 3, dtype=torch.int64)
     pieces, ids, end = [], [], 0
     for slot, count in enumerate(COUNTS):
-        ids.append(torch.randperm(VOCABULARY)[:count].tolist())
+        ids.append(torch.randperm(VOCABULARY)[:count].sort()[0].tolist())
         rows = torch.randn(count, HIDDEN)
         digits = [[each & 255, each >> 8 & 255, each >> 16] for each in ids[-1]]
         table[slot, 1, 1] = torch.tensor([end, end + rows.numel() + 16, count])
@@ -81,7 +80,7 @@ def test_logits_of_trained_tokens_are_products_with_the_adapters_rows(dtype: tor
     assert changed[23:-5].all()
     assert not changed[-5:].any()
     tiles = list_tiles(segments(), rows)
-    place_logits(shrink(hidden, weights, tiles, 1, ROWS), logits)
+    replace_logits(logits, hidden, weights, tiles, max(COUNTS), 1, ROWS)
     tolerance = 4 * torch.finfo(dtype).eps
     torch.testing.assert_close(logits, want, rtol=tolerance, atol=2 * HIDDEN**0.5 * tolerance)
     untouched = torch.ones(VOCABULARY, dtype=torch.bool, device=DEVICE)

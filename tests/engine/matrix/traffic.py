@@ -29,6 +29,7 @@ ADAPTERS: dict[str, dict[str, Any]] = {
         "target_modules": ["v_proj", "down_proj", "in_proj_z", "in_proj_ba"],
         "rank_pattern": {r"layers\.1\.mlp\.down_proj": 12},
         "use_rslora": True,
+        "modules_to_save": ["lm_head"],
     },
     "head": {
         "r": 8,

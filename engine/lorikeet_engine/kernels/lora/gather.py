@@ -58,7 +58,6 @@ def gather(
             *composition.operands(weights, tiles),
             block_tokens=triton.next_power_of_2(tiles.config.tokens),
             block_rank=16,
-            block_rows=32,
             block_columns=max(64, 1024 // triton.next_power_of_2(tiles.config.tokens)),
         )  # fmt: skip
     return UnexpandedDelta(v, weights, tiles, layer, group)
@@ -84,7 +83,6 @@ def _gather(
     member_weights: tl.tensor,
     block_tokens: tl.constexpr,
     block_rank: tl.constexpr,
-    block_rows: tl.constexpr,
     block_columns: tl.constexpr,
 ) -> None:
     """Gather columns of A for one tile of tokens, and write trained embedding rows to y.
@@ -102,7 +100,6 @@ def _gather(
         weights; None: a step without compositions.
     block_tokens: tokens of a tile.
     block_rank: ranks copied at once.
-    block_rows: trained tokens compared at once.
     block_columns: columns of y copied at once.
     """
     slot, start, length = tile_at(tiles, tl.program_id(0))
@@ -116,7 +113,7 @@ def _gather(
     ids = tl.load(token_ids + row, mask=real, other=0)
     replace_rows(
         of_layer + rows_linear * 3, arena, y + row[:, None] * y_stride, ids, real, hidden,
-        block_tokens, block_rows, block_columns,
+        block_tokens, block_columns,
     )  # fmt: skip
     v_rows = v + row[:, None] * rank_stride + k[None, :]
     if members is not None:

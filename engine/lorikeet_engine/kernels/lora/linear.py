@@ -32,7 +32,6 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from lorikeet_engine.adapter_format.token_rows import MAX_TOKENS
 from lorikeet_engine.kernels import fp8, w4a16
 from lorikeet_engine.kernels.fp8 import Activations, Fp8Rows, PartlyFp8
 from lorikeet_engine.kernels.lora import reference
@@ -96,7 +95,7 @@ def linear(x: Inputs, weight: FusedWeight, bias: torch.Tensor | None = None) -> 
 
 def linear_act_and_mul(
     x: Inputs, weight: FusedWeight, bias: torch.Tensor | None, *, gelu: bool
-) -> torch.Tensor:
+) -> Inputs:
     """Compute act_and_mul(x·Wᵀ + b), a linear without LoRA and its activation (kernels/pointwise).
 
     One launch computes both where gemv multiplies: on CUDA, for one token of a 16-bit dtype.
@@ -302,11 +301,9 @@ def replace_logits(
     if y.device.type != "cuda":
         reference.replace_logits(y, x, weights, segments, layer, group)
         return
-    # no other value is compiled in warm-up; compositions have no rows
-    most = replace(segments, max_rank=MAX_TOKENS, composed=False)
-    tiles = _cuda("lora.tiles").list_tiles(most, len(x))
-    made: UnexpandedDelta = _cuda("lora.shrink").shrink(x, weights, tiles, layer, group)
-    _cuda("lora.token_rows").place_logits(made, y)
+    tiles = _cuda("lora.tiles").list_tiles(segments, len(x))
+    most = segments.max_rows
+    _cuda("lora.token_rows").replace_logits(y, x, weights, tiles, most, layer, group)
 
 
 def embed_adapted(

@@ -96,10 +96,11 @@ def replace_embeddings(
     y is changed in place.
     """
     for rows, _, a_start, b_start, count, *_ in pieces(weights, segments, layer, group):
-        found = token_ids[rows, None] == _ids(weights, b_start, count)  # [tokens, count]
+        ids, wanted = _ids(weights, b_start, count), token_ids[rows]
+        found = torch.searchsorted(ids, wanted).clamp_(max=count - 1)
         values = weights.arena[a_start : a_start + count * group.d_in].view(count, -1)
-        replaced = found.any(1)
-        y[rows][replaced] = values[found[replaced].int().argmax(1)].to(y.dtype)
+        replaced = ids[found] == wanted
+        y[rows][replaced] = values[found[replaced]].to(y.dtype)
 
 
 def replace_logits(

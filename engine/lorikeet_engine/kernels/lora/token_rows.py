@@ -4,36 +4,55 @@ import torch
 import triton
 import triton.language as tl
 
-from lorikeet_engine.kernels.lora.tiles import tile_at
-from lorikeet_engine.kernels.lora.types import UnexpandedDelta
+from lorikeet_engine.kernels.lora.tiles import Tiles, tile_at
+from lorikeet_engine.kernels.lora.types import LoraGroup, LoraWeights, check_group, check_rows
 
 _BLOCK_ROWS = 32
+_BLOCK_BYTES = 256  # of a row and of x, read at once
 
 
-def place_logits(made: UnexpandedDelta, logits: torch.Tensor) -> None:
+def replace_logits(
+    logits: torch.Tensor,
+    x: torch.Tensor,
+    weights: LoraWeights,
+    tiles: Tiles,
+    max_rows: int,
+    layer: int,
+    group: LoraGroup,
+) -> None:
     """Overwrite logits of adapters' trained tokens, in place: logits[r, id] = x[r] · row(id).
 
-    row(id) is the row of lm_head that r's adapter has trained for token id.
+    row(id) is the row of lm_head that r's adapter has trained for token id. Sums are float32, and
+    rounded once.
 
-    made: output of `shrink` for the trained head rows as a group of one linear: x[r] · row(id) of
-      all trained ids
     logits [rows, vocabulary], each row contiguous
+    x [rows, hidden]: hidden states
+    max_rows: upper bound of the rows that one adapter has trained
+    group: the trained head rows as a group of one linear
+
+    Raises ShapeError if an operand's shape or layout does not fit.
     """
-    parts, table, tiles = made.v.shape[1], made.weights.table, made.tiles
-    if logits.numel() == 0 or len(tiles) == 0:
+    check_group(weights, group)
+    check_rows("x", x, group.d_in, weights)
+    if logits.numel() == 0 or len(tiles) == 0 or max_rows == 0:
         return
-    _place_logits[(len(tiles),)](
-        made.v, made.weights.arena, table, tiles.rows, logits,
-        made.layer, table.stride(0), table.stride(1), made.group.linears[0],
-        parts, tiles.rank_stride, logits.stride(0),
-        block_tokens=triton.next_power_of_2(tiles.config.tokens),
+    arena, table = weights.arena, weights.table
+    _replace_logits[(len(tiles), triton.cdiv(max_rows, _BLOCK_ROWS))](
+        x, arena, table, tiles.rows, logits,
+        layer, table.stride(0), table.stride(1), group.linears[0],
+        x.stride(0), logits.stride(0), group.d_in,
+        # Without a GPU this is Triton's interpreter, which multiplies the raw bits of bfloat16.
+        upcast=x.dtype != arena.dtype or x.device.type == "cpu",
+        precision="ieee" if torch.float32 in (x.dtype, arena.dtype) else "tf32",
+        block_tokens=max(16, triton.next_power_of_2(tiles.config.tokens)),
         block_rows=_BLOCK_ROWS,
+        block_hidden=_BLOCK_BYTES // arena.itemsize,
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["layer", "linear", "parts"])  # type: ignore[untyped-decorator]
-def _place_logits(
-    v: tl.tensor,
+@triton.jit(do_not_specialize=["layer", "linear"])  # type: ignore[untyped-decorator]
+def _replace_logits(
+    x: tl.tensor,
     arena: tl.tensor,
     table: tl.tensor,
     tiles: tl.tensor,
@@ -42,41 +61,56 @@ def _place_logits(
     slot_stride: tl.tensor,
     layer_stride: tl.tensor,
     linear: tl.tensor,
-    parts: tl.tensor,
-    rank_stride: tl.tensor,
+    x_stride: tl.tensor,
     logits_stride: tl.tensor,
+    hidden: tl.tensor,
+    upcast: tl.constexpr,
+    precision: tl.constexpr,
     block_tokens: tl.constexpr,
     block_rows: tl.constexpr,
+    block_hidden: tl.constexpr,
 ) -> None:
-    """Overwrite logits of trained tokens for one tile of rows, some trained tokens at a time.
+    """Overwrite the logits of some trained tokens for one tile of rows.
 
-    v: result of `shrink`; its parts are summed first.
+    Programs beyond the number of an adapter's trained tokens end at once.
+
+    x: hidden states.
     arena, table: the adapters' weights, and where each begins (LoraWeights).
-    slot_stride, layer_stride: strides of the table.
-    rank_stride: columns of v for each linear.
     tiles: slot and tokens of each tile (Tiles.rows).
+    slot_stride, layer_stride: strides of the table.
     linear: index of the trained head rows in the table.
+    hidden: width of hidden states.
+    upcast: whether to multiply in float32.
     block_tokens: number of rows of a tile.
-    block_rows: number of trained tokens computed at once.
+    block_rows: number of trained tokens computed by a program.
+    block_hidden: columns multiplied at once.
     """
     slot, start, length = tile_at(tiles, tl.program_id(0))
     if (length == 0) | (slot < 0):
         return
     entry = table + slot * slot_stride + layer * layer_stride + linear * 3
     count = tl.load(entry + 2).to(tl.int32)
-    digits = arena + tl.load(entry + 1)
+    first = tl.program_id(1) * block_rows
+    if first >= count:
+        return
+    k = first + tl.arange(0, block_rows)
     token = tl.arange(0, block_tokens)
     row, real = (start + token).to(tl.int64), token < length
-    for first in range(0, count, block_rows):
-        k = first + tl.arange(0, block_rows)
-        ids = token_ids_at(digits, k, count)
-        inside = real[:, None] & (k < count)[None, :]
-        total = tl.zeros((block_tokens, block_rows), tl.float32)
-        v_rows = v + row[:, None] * parts * rank_stride + k[None, :]
-        for part in range(parts):
-            total += tl.load(v_rows + part * rank_stride, mask=inside, other=0.0)
-        out = logits + row[:, None] * logits_stride + ids[None, :]
-        tl.store(out, total.to(logits.dtype.element_ty), mask=inside)
+    begin = arena + tl.load(entry) + k[:, None].to(tl.int64) * hidden
+    total = tl.zeros((block_tokens, block_rows), tl.float32)
+    for done in range(0, hidden, block_hidden):
+        column = done + tl.arange(0, block_hidden)
+        inside = (column < hidden)[None, :]
+        a = tl.load(
+            x + row[:, None] * x_stride + column[None, :], mask=real[:, None] & inside, other=0.0
+        )
+        b = tl.load(begin + column[None, :], mask=(k < count)[:, None] & inside, other=0.0)
+        if upcast:
+            a, b = a.to(tl.float32), b.to(tl.float32)
+        total = tl.dot(a, tl.trans(b), total, input_precision=precision)
+    ids = token_ids_at(arena + tl.load(entry + 1), k, count)
+    out = logits + row[:, None] * logits_stride + ids[None, :]
+    tl.store(out, total.to(logits.dtype.element_ty), mask=real[:, None] & (k < count)[None, :])
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -88,12 +122,12 @@ def replace_rows(
     real: tl.tensor,
     hidden: tl.tensor,
     block_tokens: tl.constexpr,
-    block_rows: tl.constexpr,
     block_columns: tl.constexpr,
 ) -> None:
     """Overwrite embeddings of a tile of tokens with their adapter's trained embedding rows.
 
-    Overwrites nothing for an adapter without trained rows.
+    Overwrites nothing for an adapter without trained rows. The rows' ids ascend: a token's row is
+    found by halving the rows that it may be, log2(rows) times.
 
     entry: pointer to the trained embedding rows' entry in LoraWeights.table.
     arena: weights of all adapters, which hold the trained rows.
@@ -102,18 +136,18 @@ def replace_rows(
     real [tokens]: whether the tile has this token.
     hidden: width of an embedding.
     block_tokens: tokens of the tile.
-    block_rows: trained tokens compared at once.
     block_columns: columns copied at once.
     """
     count = tl.load(entry + 2).to(tl.int32)
     if count > 0:
         digits = arena + tl.load(entry + 1)
-        found = tl.zeros((block_tokens,), tl.int32) - 1
-        for first in range(0, count, block_rows):
-            k = first + tl.arange(0, block_rows)
-            same = ids[:, None] == token_ids_at(digits, k, count)[None, :]
-            found = tl.maximum(found, tl.max(tl.where(same, k[None, :], -1), 1))
-        replaced = real & (found >= 0)
+        found = tl.zeros((block_tokens,), tl.int32)  # the last row whose id is not above the token
+        left = count
+        while left > 1:
+            half = left // 2
+            found = tl.where(token_ids_at(digits, found + half, count) <= ids, found + half, found)
+            left -= half
+        replaced = real & (token_ids_at(digits, found, count) == ids)
         rows = arena + tl.load(entry) + found.to(tl.int64)[:, None] * hidden
         for first in range(0, hidden, block_columns):
             column = first + tl.arange(0, block_columns)

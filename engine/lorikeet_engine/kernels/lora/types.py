@@ -24,8 +24,8 @@ class LoraWeights:
 
     Trained embedding and head rows, which replace the base model's, are stored in the same way: A
     holds the rows [tokens, hidden], B [tokens, 3] the tokens' ids in base 256, lowest digit first,
-    and the rank is the number of tokens. So is a classification head: A holds its weights [labels,
-    hidden], B its biases [labels, 1], and the rank is the number of labels.
+    and the rank is the number of tokens, whose ids ascend. So is a classification head: A holds its
+    weights [labels, hidden], B its biases [labels, 1], and the rank is the number of labels.
 
     vectors [slots, layers + 1, modules] int64: for each slot, layer and linear, where the linear's
         vectors begin in the arena, at a multiple of 16 elements; −1: it has none. They are gain

@@ -29,7 +29,7 @@ from lorikeet_engine.residency.workers import Workers
 log = logging.getLogger(__name__)
 
 # Increase with every change to the format, or to the result of `pack` or PackedLayout.
-_VERSION = 6
+_VERSION = 7
 _DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
 

@@ -52,6 +52,10 @@ class TenantOptions(LimitOptions, total=False):
     pin_budget_bytes: int | None
     max_rank: int | None
     max_adapter_bytes: int | None
+    files_bytes: int | None
+    max_files: int | None
+    open_batches: int | None
+    batch_lines: int | None
 
 
 class KeyLimitOptions(LimitOptions, total=False):

@@ -7,6 +7,7 @@ from lorikeet.catalog.changes import Pinned
 from lorikeet.catalog.records import PinRecord
 from lorikeet.catalog.state import CatalogState
 from lorikeet.errors import Conflict
+from lorikeet.request_defaults import RequestDefaults
 from lorikeet_engine.adapter import AdapterRef
 
 
@@ -15,11 +16,13 @@ class PinnedVersion:
     """A version of an adapter that a pin keeps loaded.
 
     image_bytes: bytes of the adapter on each GPU of a replica; the host holds as much for each GPU.
+    prompt: the pin's system prompt, with the version's own chat template; None without a prompt.
     """
 
     ref: AdapterRef
     base_model: str
     image_bytes: int
+    prompt: RequestDefaults | None = None
 
 
 def versions_kept(state: CatalogState, pin: PinRecord | Pinned) -> tuple[PinnedVersion, ...]:
@@ -34,7 +37,12 @@ def versions_kept(state: CatalogState, pin: PinRecord | Pinned) -> tuple[PinnedV
     else:
         records = sorted(state.adapters(pin.tenant), key=lambda each: each.versions[0].created)
     return tuple(
-        PinnedVersion(record.ref(version), version.base_model, version.gpu_bytes)
+        PinnedVersion(
+            record.ref(version),
+            version.base_model,
+            version.gpu_bytes,
+            None if pin.prompt is None else _with_template(pin.prompt, version.defaults),
+        )
         for record in records
         for version in record.selected(pin.selector)
     )
@@ -72,6 +80,10 @@ def check_budget(state: CatalogState, change: Pinned, now: float) -> None:
             f"`lorikeet tenants limit {change.tenant} --pinned-bytes BYTES`",
             param="tenant",
         )
+
+
+def _with_template(prompt: str, defaults: RequestDefaults | None) -> RequestDefaults:
+    return RequestDefaults(None if defaults is None else defaults.chat_template, prompt)
 
 
 def _charge(state: CatalogState, pins: Sequence[PinRecord | Pinned]) -> int:

@@ -1,5 +1,6 @@
 """Rules of pins: their options and the operations that set and remove them."""
 
+from dataclasses import replace
 from typing import TypedDict, Unpack
 
 from lorikeet.catalog.changes import Pinned, Unpinned
@@ -9,6 +10,7 @@ from lorikeet.catalog.rules.limits import check_expiry, check_options, check_tex
 from lorikeet.catalog.rules.pin_budget import check_budget
 from lorikeet.catalog.state import CatalogState
 from lorikeet.errors import InvalidInput, NotFound, UnknownModel
+from lorikeet.request_defaults import MAX_SYSTEM_PROMPT_BYTES
 from lorikeet_engine.adapter import Residency
 
 LONGEST_REASON = 200  # characters
@@ -23,6 +25,8 @@ class PinOptions(TypedDict, total=False):
     priority: if not all pins fit, higher priorities are kept first.
     reason: text that is shown with the pin.
     expires: Unix seconds; None: never.
+    prompt: system prompt whose KV pages replicas compute before users ask; None: that of the
+        earlier pin, if there is one. Only for pins of one adapter.
     """
 
     selector: str
@@ -31,6 +35,7 @@ class PinOptions(TypedDict, total=False):
     priority: int
     reason: str
     expires: float | None
+    prompt: str | None
 
 
 def pin_change(tenant: str, name: str | None, now: float, **options: Unpack[PinOptions]) -> Pinned:
@@ -38,7 +43,7 @@ def pin_change(tenant: str, name: str | None, now: float, **options: Unpack[PinO
 
     name: adapter; None pins all adapters of the tenant.
     now: Unix seconds.
-    options: selector, tier, replicas, priority, reason and expires, as in PinOptions.
+    options: selector, tier, replicas and the others of PinOptions.
     """
     change = Pinned(tenant=tenant, name=name, **options)
     check_name(tenant, "tenant")
@@ -59,6 +64,8 @@ def pin_change(tenant: str, name: str | None, now: float, **options: Unpack[PinO
     check_options({"priority": change.priority})
     check_expiry(change.expires, now)
     check_text(change.reason, LONGEST_REASON, "reason")
+    if change.prompt is not None:
+        _check_prompt(change.prompt, name)
     return change
 
 
@@ -79,7 +86,32 @@ def pin(state: CatalogState, change: Pinned, now: float) -> Changes:
                 param="selector",
             )
     check_budget(state, change, now)
+    before = state.pin_of(change.tenant, change.name)
+    if change.prompt is None and before is not None and not before.expired(now):
+        change = replace(change, prompt=before.prompt)
     return (change,)
+
+
+def remove_prompt(state: CatalogState, tenant: str, name: str) -> Changes:
+    """Return the changes that remove the system prompt of an adapter's pin, and keep the pin.
+
+    Raises NotFound if there is no pin with a prompt.
+    """
+    pin = state.pin_of(tenant, name)
+    if pin is None or pin.prompt is None:
+        raise NotFound(f"{f'{tenant}/{name}'!r} has no pin with a prompt")
+    return (
+        Pinned(
+            tenant=tenant,
+            name=name,
+            selector=pin.selector,
+            tier=pin.tier,
+            replicas=pin.replicas,
+            priority=pin.priority,
+            reason=pin.reason,
+            expires=pin.expires,
+        ),
+    )
 
 
 def unpin(state: CatalogState, tenant: str, name: str | None) -> Changes:
@@ -90,3 +122,17 @@ def unpin(state: CatalogState, tenant: str, name: str | None) -> Changes:
     if state.pin_of(tenant, name) is None:
         raise NotFound(f"{tenant if name is None else f'{tenant}/{name}'!r} is not pinned")
     return (Unpinned(tenant=tenant, name=name),)
+
+
+def _check_prompt(prompt: str, name: str | None) -> None:
+    if name is None:
+        raise InvalidInput(
+            "a prompt is computed with one adapter: pin each adapter with its prompt",
+            param="prompt",
+        )
+    size = len(prompt.encode())
+    if not prompt.strip() or size > MAX_SYSTEM_PROMPT_BYTES:
+        raise InvalidInput(
+            f"the prompt has {size} bytes: want a text of at most {MAX_SYSTEM_PROMPT_BYTES}",
+            param="prompt",
+        )

@@ -89,4 +89,5 @@ def _changes(before: AdapterRecord, pin: PinRecord | None) -> Iterator[Change]:
             priority=pin.priority,
             reason=pin.reason,
             expires=pin.expires,
+            prompt=pin.prompt,
         )

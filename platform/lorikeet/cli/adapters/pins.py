@@ -1,6 +1,8 @@
 """The commands `pin`, `unpin` and `pins`: keep adapters loaded."""
 
+import sys
 from enum import Enum
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -10,6 +12,7 @@ from lorikeet.cli.admin_client import admin
 from lorikeet.cli.arguments import (
     AdapterName,
     Expires,
+    parse_adapter,
     parse_bound,
     parse_count,
     parse_pin_target,
@@ -57,6 +60,17 @@ def pin(
     priority: Priority = 0,
     reason: Annotated[str, typer.Option(help="The reason, shown by `lorikeet pins`.")] = "",
     expires: Expires = None,
+    prompt: Annotated[
+        Path | None,
+        typer.Option(
+            exists=True,
+            dir_okay=False,
+            allow_dash=True,
+            help="File with the system prompt of the adapter's chats, whose KV pages replicas then"
+            " compute before users ask; - reads standard input. Without this option, the pin keeps"
+            " the prompt that it has.",
+        ),
+    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Only show what would be loaded.")
     ] = False,
@@ -65,6 +79,9 @@ def pin(
     """Keep adapters loaded, and load them now.
 
     While an alias shares its requests between two versions, both are kept.
+
+    The file of `--prompt` must have the very text of the chats' system message, but for spaces and
+    newlines at its end, which are left out.
 
     Example: `lorikeet pin acme/support --replicas 2 --reason "launch day" --expires 2h`
     """
@@ -77,6 +94,7 @@ def pin(
             "priority": priority,
             "reason": reason,
             "expires_s": expires,
+            "prompt": None if prompt is None else _read(prompt),
             "dry_run": dry_run,
         },
     )
@@ -94,6 +112,9 @@ def unpin(
         AdapterName,
         typer.Argument(parser=parse_unpin_target, metavar="TENANT[/NAME]", show_default=False),
     ],
+    prompt: Annotated[
+        bool, typer.Option("--prompt", help="Remove only the pin's prompt, and keep the pin.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Remove a pin: an adapter's, or a tenant's own.
@@ -102,27 +123,66 @@ def unpin(
 
     Example: `lorikeet unpin acme/support`
     """
+    if prompt:
+        answer = admin(ctx).delete(f"/pins/{pinned.path}/prompt")
+        said = f"Removed the prompt of [cyan]{pinned.path}[/cyan]; the adapter stays pinned."
+        print_answer(answer, said, as_json)
+        return
     answer = admin(ctx).delete(f"/pins/{pinned.path}")
     print_answer(answer, f"Unpinned [cyan]{pinned.path}[/cyan].", as_json)
 
 
-def pins(ctx: typer.Context, as_json: AsJson = False) -> None:
+def pins(
+    ctx: typer.Context,
+    prompt_of: Annotated[
+        AdapterName | None,
+        typer.Option(
+            "--prompt",
+            parser=parse_adapter,
+            metavar="TENANT/NAME",
+            help="Print only the prompt of this adapter's pin.",
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
     """List pins, and why any of them is not met.
 
-    Bytes: memory that a pin keeps on one replica.
+    Bytes: memory that a pin keeps on one replica. Prompt: number of replicas that have computed the
+    pin's system prompt.
 
     Example: `lorikeet pins`
     """
-    answer = admin(ctx).get("/pins")
+    path = "/pins" if prompt_of is None else f"/pins/{prompt_of.path}/prompt"
+    answer = admin(ctx).get(path)
     if as_json:
         print_json(answer)
         return
+    if prompt_of is not None:
+        typer.echo(answer["text"])
+        return
+    listed = answer["data"]
+    has_prompts = any(pin["prompt"] for pin in listed)
+    more = ["Prompt"] if has_prompts else []
     print_table(
-        ["Pin", "Tier", "Replicas", "#Priority", "#Bytes", "Expires (UTC)", "State", "Reason"],
-        [_row(pin) for pin in answer["data"]],
+        [
+            "Pin",
+            "Tier",
+            "Replicas",
+            "#Priority",
+            "#Bytes",
+            *more,
+            "Expires (UTC)",
+            "State",
+            "Reason",
+        ],
+        [_row(pin, has_prompts=has_prompts) for pin in listed],
         empty="Nothing is pinned.",
     )
-    _print_shortfalls([each for pin in answer["data"] for each in pin["shortfalls"]])
+    _print_shortfalls([each for pin in listed for each in pin["shortfalls"]])
+    failed = [pin for pin in listed if pin["prompt"] and pin["prompt"]["failure"]]
+    if failed:
+        rows = [[_label(pin), pin["prompt"]["failure"]] for pin in failed]
+        print_table(["Pin", "Prompt not computed"], rows, empty="")
 
 
 def _print_pin(answer: dict[str, Any]) -> None:
@@ -160,13 +220,25 @@ def _print_shortfalls(shortfalls: list[dict[str, Any]]) -> None:
         print_table(["Pin", "Not kept", "Why"], rows, empty="")
 
 
-def _row(pin: dict[str, Any]) -> list[Any]:
+def _read(file: Path) -> str:
+    text = sys.stdin.read() if file == Path("-") else file.read_text(encoding="utf-8")
+    return text.rstrip()
+
+
+def _prompt(prompt: dict[str, Any] | None) -> str | None:
+    if prompt is None:
+        return None
+    return f"{show_size(prompt['bytes'])} on {prompt['computed']} of {prompt['wanted']}"
+
+
+def _row(pin: dict[str, Any], *, has_prompts: bool) -> list[Any]:
     return [
         _label(pin),
         pin["tier"],
         "all" if pin["replicas"] is None else pin["replicas"],
         pin["priority"],
         show_size(pin["image_bytes"]),
+        *([_prompt(pin["prompt"])] if has_prompts else []),
         moment(pin["expires"]) or "never",
         pin["state"],
         pin["reason"],

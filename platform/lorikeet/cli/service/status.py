@@ -29,7 +29,7 @@ def status(ctx: typer.Context, as_json: AsJson = False) -> None:
         return
     replicas = answer["replicas"]
     print_line(f"Catalog at entry {answer['catalog_seq']}{_staleness(answer['catalog_age_s'])}")
-    print_line(_pins(answer["pins"]))
+    print_line(_pins(answer["pins"]) + _prompts(replicas))
     has_states = any(replica["states"] for replica in replicas)
     has_host = any(replica["host_pages"] for replica in replicas)
     more = [*(["#States"] if has_states else []), *(["#Host KV"] if has_host else [])]
@@ -58,6 +58,14 @@ def _pins(counts: dict[str, int] | None) -> str:
     return f"Pins: {shown or 'none'}{why}"
 
 
+def _prompts(replicas: list[dict[str, Any]]) -> str:
+    """Return the number of pinned prompts that replicas have computed; "" if none are pinned."""
+    pinned, computed = (
+        sum(replica["prompts"][which] for replica in replicas) for which in ("pinned", "computed")
+    )
+    return f"; prompts: {computed} of {pinned} computed" if pinned else ""
+
+
 def _replica_row(replica: dict[str, Any], *, has_states: bool, has_host: bool) -> list[Any]:
     quantization, gpus = replica["base_quantization"], replica["tensor_parallel"]
     return [
@@ -82,7 +90,10 @@ def _states(states: dict[str, int] | None) -> str | None:
 
 
 def _host_pages(pages: dict[str, int] | None) -> str | None:
-    return None if pages is None else f"{pages['used']} of {pages['pages']}"
+    if pages is None:
+        return None
+    prompts = f", {pages['of_prompts']} of prompts" if pages["of_prompts"] else ""
+    return f"{pages['used']} of {pages['pages']}{prompts}"
 
 
 def _adapter_rows(replicas: list[dict[str, Any]]) -> list[list[Any]]:

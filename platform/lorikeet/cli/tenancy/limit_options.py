@@ -83,8 +83,10 @@ def amount(count: int | None) -> str:
     return _NO_LIMIT
 
 
-def _amounts(name: str, option: str, title: str, meaning: str) -> LimitOption:
-    return LimitOption(name, option, "N|none", parse_amount, amount, title, meaning, _NO_LIMIT)
+def _amounts(
+    name: str, option: str, title: str, meaning: str, absent: str = _NO_LIMIT
+) -> LimitOption:
+    return LimitOption(name, option, "N|none", parse_amount, amount, title, meaning, absent)
 
 
 def _bytes(
@@ -200,6 +202,28 @@ TENANT_LIMIT_OPTIONS = (
         "--adapter-bytes",
         "Bytes of an adapter",
         "Largest new adapter, if below LORIKEET_MAX_ADAPTER_BYTES.",
+        _AS_SERVED,
+    ),
+    _bytes(
+        "files_bytes",
+        "--files-bytes",
+        "Bytes of files",
+        "Bytes of its files, instead of LORIKEET_FILES_BYTES.",
+        _AS_SERVED,
+    ),
+    _amounts("max_files", "--files", "Files", "Number of its files, at most 10k.", _AS_SERVED),
+    _amounts(
+        "open_batches",
+        "--open-batches",
+        "Open batches",
+        "Batches that have not ended, instead of LORIKEET_OPEN_BATCHES.",
+        _AS_SERVED,
+    ),
+    _amounts(
+        "batch_lines",
+        "--batch-lines",
+        "Lines at once",
+        "Lines of its batches that are answered at once, over all gateways.",
         _AS_SERVED,
     ),
 )

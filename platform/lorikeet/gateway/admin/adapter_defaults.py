@@ -5,9 +5,9 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, ConfigDict, Field
 
+from lorikeet.apis.body import Body
+from lorikeet.apis.fields import Stop, TokenId
 from lorikeet.errors import InvalidInput
-from lorikeet.gateway.apis.fields import Stop, TokenId
-from lorikeet.gateway.body import Body
 from lorikeet.gateway.call_encoders import CallEncoders
 from lorikeet.gateway.sampling_defaults import SamplingDefaults
 from lorikeet.request_defaults import (

@@ -9,6 +9,7 @@ from fastapi import APIRouter, Query
 from pydantic import Field
 from starlette.responses import Response
 
+from lorikeet.apis.body import Body
 from lorikeet.catalog.names import DEFAULT_ALIAS, check_name
 from lorikeet.catalog.state import CatalogState
 from lorikeet.gateway.admin.history import Moment
@@ -20,7 +21,7 @@ from lorikeet.gateway.admin.serializers import (
     version_json,
 )
 from lorikeet.gateway.auth import Actor
-from lorikeet.gateway.body import Body, json_body
+from lorikeet.gateway.body import json_body
 from lorikeet.gateway.catalog_view import GatewayCatalogView
 from lorikeet.gateway.services import ServedModel, Services
 

@@ -225,9 +225,12 @@ def _pins_json(pins: Iterable[PinStatus]) -> Json:
         counts[found.state] += 1
         if found.state is PinState.LOADING:
             rows.append({"pin": found.pin.label, "state": "loading"})
+        if found.prompt is not None and found.prompt.computed < found.prompt.wanted:
+            reason = found.prompt.failure or "is being computed"
+            rows.append({"pin": found.pin.label, "state": "prompt", "reason": reason})
         for short in found.shortfalls:
             adapter = None if short.ref is None else str(short.ref)
             more = {"adapter": adapter, "reason": short.reason}
             rows.append({"pin": found.pin.label, "state": "unmet", **more})
-    rows.sort(key=lambda row: row["state"] == "loading")
+    rows.sort(key=lambda row: row["state"] != "unmet")
     return {**{str(k.value): n for k, n in counts.items()}, "rows": rows[:MOST_ROWS]}

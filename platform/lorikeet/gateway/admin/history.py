@@ -10,6 +10,7 @@ from typing import Annotated, Any, TypeVar
 from fastapi import APIRouter, Depends, Query
 from pydantic import Field
 
+from lorikeet.apis.body import Body
 from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.history import History, HistoryQuery
 from lorikeet.catalog.names import check_name
@@ -18,7 +19,7 @@ from lorikeet.catalog.view import CatalogView
 from lorikeet.errors import InvalidInput
 from lorikeet.gateway.admin.serializers import adapter_json, entry_json
 from lorikeet.gateway.auth import Actor
-from lorikeet.gateway.body import Body, json_body
+from lorikeet.gateway.body import json_body
 from lorikeet.gateway.catalog_view import GatewayCatalogView
 
 MOST_ENTRIES = 1000

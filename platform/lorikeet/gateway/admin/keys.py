@@ -7,12 +7,13 @@ from fastapi import APIRouter
 from pydantic import Field
 from starlette.responses import Response
 
+from lorikeet.apis.body import Body
 from lorikeet.catalog.catalog import LONGEST_OVERLAP_S, AdapterCatalog
 from lorikeet.catalog.records import Scope
 from lorikeet.gateway.admin.limit_bodies import KeyLimitsBody, NewKeyBody
 from lorikeet.gateway.admin.serializers import key_json, list_response
 from lorikeet.gateway.auth import Actor
-from lorikeet.gateway.body import Body, json_body
+from lorikeet.gateway.body import json_body
 from lorikeet.gateway.catalog_view import GatewayCatalogView
 from lorikeet.gateway.error_responses import CREATED
 

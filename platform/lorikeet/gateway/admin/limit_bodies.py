@@ -5,13 +5,13 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
+from lorikeet.apis.body import Body
 from lorikeet.catalog.rules.limits import (
     LONGEST_LIFE_S,
     KeyLimitOptions,
     LimitOptions,
     TenantOptions,
 )
-from lorikeet.gateway.body import Body
 
 _NEVER_NONE = {"burst_s", "weight", "priority"}
 """Names of limits that cannot be removed: null leaves them unchanged."""
@@ -55,6 +55,10 @@ class TenantLimitsBody(LimitsBody):
     pin_budget_bytes: int | None = None
     max_rank: int | None = None
     max_adapter_bytes: int | None = None
+    files_bytes: int | None = None
+    max_files: int | None = None
+    open_batches: int | None = None
+    batch_lines: int | None = None
 
 
 class KeyLimitsBody(LimitsBody):

@@ -1,7 +1,7 @@
 """Registration: a blob, received by any route, becomes a version of an adapter."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +17,14 @@ from lorikeet.gateway.catalog_view import GatewayCatalogView
 from lorikeet.gateway.services import Services
 from lorikeet.request_defaults import RequestDefaults
 from lorikeet_engine.adapter import AdapterRef
-from lorikeet_engine.adapter_format import AdapterLimits, BaseCopy, ValueScan, base_copies
+from lorikeet_engine.adapter_format import (
+    AdapterLimits,
+    BaseCopy,
+    ValueScan,
+    base_copies,
+    keep_rows,
+    whole_modules,
+)
 
 _WORKERS = 4
 
@@ -124,6 +131,25 @@ class Registration:
             await self._compare(facts.base_model, copies)
         return facts
 
+    async def shrink(self, order: RegistrationRequest, blob: Path, facts: BlobFacts) -> BlobFacts:
+        """Remove rows of whole modules that equal the base model's from a validated blob, in place;
+        return facts about the blob as it is then.
+
+        facts: facts about the blob, from `validate`.
+
+        Raises Unavailable if no replica can compare the rows.
+        """
+        modules = await self.run(whole_modules, blob)
+        if not modules:
+            return facts
+        changed = await self._replica_compares(
+            facts.base_model, self._services.engines.changed_rows(facts.base_model, modules)
+        )
+        smaller = blob.with_name(f"{blob.name}.rows")
+        await self.run(keep_rows, blob, smaller, changed)
+        await self.run(smaller.replace, blob)
+        return await self.validate(order, blob)
+
     async def record(
         self, order: RegistrationRequest, blob: Path, facts: BlobFacts
     ) -> RegisteredVersion:
@@ -163,21 +189,30 @@ class Registration:
         return await self._catalog_view.ask(find)
 
     async def _compare(self, base_model: str, copies: Sequence[BaseCopy]) -> None:
+        changed = await self._replica_compares(
+            base_model, self._services.engines.changed_copies(base_model, copies)
+        )
+        for module in changed:
+            raise InvalidAdapter(
+                f"the file's {module}.weight differs from {base_model}'s, and adapter_config.json "
+                "does not name it in modules_to_save: train it so, or by LoRA; if it was not meant "
+                "to be trained, save with save_pretrained(..., save_embedding_layers=False)",
+                param=module,
+            )
+
+    async def _replica_compares(self, base_model: str, comparison: Awaitable[T]) -> T:
+        """Return the result of a replica's comparison of weights with its base model's.
+
+        Raises Unavailable if it takes too long.
+        """
         try:
             async with asyncio.timeout(self._services.first_item_timeout_s):
-                changed = await self._services.engines.changed_copies(base_model, copies)
+                return await comparison
         except TimeoutError as error:
             raise Unavailable(
                 f"no replica of {base_model} compared the copies of its weights in the file within "
                 f"{self._services.first_item_timeout_s:g} s: see `lorikeet status`, then try again"
             ) from error
-        for module in changed:
-            raise InvalidAdapter(
-                f"the file's {module}.weight differs from {base_model}'s, and whole modules cannot "
-                "be served: train the module by LoRA; if it was not meant to be trained, save with "
-                "save_pretrained(..., save_embedding_layers=False)",
-                param=module,
-            )
 
     async def limits(self, tenant: str) -> AdapterLimits:
         """Return the limits on the rank and size of a tenant's blobs, the stricter of the service's

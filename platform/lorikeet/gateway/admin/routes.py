@@ -43,7 +43,7 @@ def admin_routes(
     router.include_router(smoke_routes(services, catalog_view))
     router.include_router(adapter_routes(services, catalog_view))
     router.include_router(history_routes(services.catalog, catalog_view))
-    router.include_router(pin_routes(services.catalog, pins))
+    router.include_router(pin_routes(services, pins))
     router.include_router(tenant_routes(services.catalog, catalog_view))
     router.include_router(key_routes(services.catalog, catalog_view))
     router.include_router(status_routes(services.engines, catalog_view, pins))

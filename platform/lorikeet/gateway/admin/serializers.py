@@ -103,6 +103,7 @@ def pin_json(pin: PinRecord) -> Json:
 
     Member adapter: null for a pin of a whole tenant.
     Member expires: Unix seconds; null: never.
+    Member prompt: size of the pin's system prompt; null: the pin has none.
     """
     return {
         "tenant": pin.tenant,
@@ -115,6 +116,7 @@ def pin_json(pin: PinRecord) -> Json:
         "expires": pin.expires,
         "created": pin.created,
         "actor": pin.actor,
+        "prompt": None if pin.prompt is None else {"bytes": len(pin.prompt.encode())},
     }
 
 
@@ -123,9 +125,12 @@ def pin_status_json(found: PinStatus) -> Json:
 
     Member image_bytes: total size on one replica of all the pin's adapters, packed for the GPU.
     Member shortfalls: versions on fewer replicas than the pin wants, with reasons.
+    Member prompt: size and progress of the pin's system prompt; null: the pin has none.
     """
+    pin = pin_json(found.pin)
     return {
-        **pin_json(found.pin),
+        **pin,
+        "prompt": None if found.prompt is None else {**pin["prompt"], **asdict(found.prompt)},
         "state": found.state.value,
         "versions": found.versions,
         "image_bytes": found.image_bytes,
@@ -170,6 +175,10 @@ def tenant_json(tenant: TenantRecord) -> Json:
         "pin_budget_bytes": tenant.pin_budget_bytes,
         "max_rank": tenant.max_rank,
         "max_adapter_bytes": tenant.max_adapter_bytes,
+        "files_bytes": tenant.files_bytes,
+        "max_files": tenant.max_files,
+        "open_batches": tenant.open_batches,
+        "batch_lines": tenant.batch_lines,
         "created": tenant.created,
     }
 
@@ -197,7 +206,7 @@ def key_json(key: KeyRecord) -> Json:
 def entry_json(entry: Entry) -> Json:
     """Return an entry of the catalog's log as JSON, without the hashes of keys.
 
-    Request defaults are shown by the names of those that are set.
+    Request defaults are shown by the names of those that are set, a pin's prompt by its size.
     """
     body: Json = _ENTRY.dump_python(entry, mode="json")
     for change in body["changes"]:
@@ -206,6 +215,8 @@ def entry_json(entry: Entry) -> Json:
             change["defaults"] = [
                 name for name, value in change["defaults"].items() if value not in (None, [], {})
             ]
+        if change.get("prompt") is not None:
+            change["prompt"] = {"bytes": len(change["prompt"].encode())}
     return body
 
 
@@ -224,6 +235,10 @@ def replica_json(report: ReplicaReport) -> Json:
         "fp8_kv": report.fp8_kv,
         "states": states_json(report),
         "host_pages": host_pages_json(report),
+        "prompts": {
+            "pinned": len(report.prompts),
+            "computed": sum(failure is None for failure in report.prompts.values()),
+        },
         "arena_bytes_used": gpu.used_bytes,
         "arena_bytes_total": gpu.capacity_bytes,
         "adapters": [_resident_json(adapter) for adapter in report.adapters],

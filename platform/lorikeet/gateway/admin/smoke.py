@@ -6,10 +6,11 @@ from typing import Annotated, Any, NamedTuple
 from fastapi import APIRouter, Request
 from pydantic import Field
 
+from lorikeet.apis.body import Body
 from lorikeet.catalog.names import DEFAULT_ALIAS, check_selector
 from lorikeet.catalog.records import AdapterRecord
 from lorikeet.errors import InvalidInput, Unavailable, UnknownModel
-from lorikeet.gateway.body import Body, json_body
+from lorikeet.gateway.body import json_body
 from lorikeet.gateway.catalog_view import GatewayCatalogView
 from lorikeet.gateway.replica_tests import result_of
 from lorikeet.gateway.services import Services

@@ -18,6 +18,7 @@ from typing import Annotated, Any, ClassVar
 from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
+from lorikeet.apis.body import Body
 from lorikeet.catalog.records import BlobFacts
 from lorikeet.catalog.resumable_uploads import ResumableUploads
 from lorikeet.chat_template import template_warning
@@ -27,7 +28,7 @@ from lorikeet.gateway.admin.blob_validation import MAX_BYTES
 from lorikeet.gateway.admin.registration import RegisteredVersion, Registration, RegistrationRequest
 from lorikeet.gateway.admin.smoke import smoke_test
 from lorikeet.gateway.auth import Actor
-from lorikeet.gateway.body import Body, bounded_parts, declared_bytes, json_body
+from lorikeet.gateway.body import bounded_parts, declared_bytes, json_body
 from lorikeet.gateway.error_responses import CREATED, OK
 from lorikeet.gateway.parity import Nats, bounds_of, check_parity, parity_json
 from lorikeet.gateway.received_file import receive_file
@@ -151,6 +152,7 @@ class UploadEndpoints:
             body = bounded_parts(request, limits.max_bytes, MAX_BYTES)
             digest = await receive_file(body, blob, registration.workers, scan)
             facts = await registration.validate(order, blob, digest, scan)
+            facts = await registration.shrink(order, blob, facts)
             made = await registration.record(order, blob, facts)
         response.status_code = CREATED if made.is_new else OK
         return made.version
@@ -218,7 +220,7 @@ class UploadEndpoints:
         registration, uploads = self._registration, self._uploads
         await registration.run(uploads.download, wanted.digest, order.actor, blob)
         facts = await self._validated(order, wanted.digest, blob)
-        await registration.run(uploads.keep, wanted.digest, order.actor, blob)
+        await registration.run(uploads.keep, facts.digest, order.actor, blob)
         services, smoke = self._services, Json()
         defaults = await checked_defaults(
             wanted.defaults, services.encoders, order.tenant, facts.base_model
@@ -254,7 +256,8 @@ class UploadEndpoints:
 
     async def _validated(self, order: RegistrationRequest, digest: str, blob: Path) -> BlobFacts:
         try:
-            return await self._registration.validate(order, blob)
+            facts = await self._registration.validate(order, blob)
+            return await self._registration.shrink(order, blob, facts)
         except InvalidAdapter as error:
             if error.param != "base_model":  # else the blob is right once the admin names one
                 await self._registration.run(self._uploads.end, digest, order.actor)

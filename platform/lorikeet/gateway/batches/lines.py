@@ -13,8 +13,9 @@ from typing import Any, BinaryIO, NamedTuple
 
 from pydantic_core import from_json, to_json
 
+from lorikeet.apis.body import ValueBudget
 from lorikeet.errors import RequestTooLarge
-from lorikeet.gateway.body import MAX_JSON_BYTES, ValueBudget
+from lorikeet.gateway.body import MAX_JSON_BYTES
 from lorikeet.gateway.large_bodies import rest_s
 
 MAX_LINES = 50_000

@@ -14,7 +14,7 @@ import random
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -32,7 +32,7 @@ from lorikeet.batch_store import (
     BatchStore,
     Result,
 )
-from lorikeet.errors import NotFound, StoreError
+from lorikeet.errors import LorikeetError, NotFound, StoreError
 from lorikeet.file_store import FileStore
 from lorikeet.gateway.batches.line_answers import Answered, answer_line
 from lorikeet.gateway.batches.lines import Json, Line, check_lines, error_json, read_lines
@@ -75,10 +75,19 @@ class BatchRunner:
     files: store of their files.
     app: application that answers lines, the requests of batches (answer_line).
     at_once: limit on the lines of all batches that are answered at once.
+    lines_of: returns this gateway's part of a tenant's own limit; None: the tenant has none.
     """
 
-    def __init__(self, batches: BatchStore, files: FileStore, app: ASGIApp, at_once: int) -> None:
-        self.batches, self.files, self.at_once = batches, files, at_once
+    def __init__(
+        self,
+        batches: BatchStore,
+        files: FileStore,
+        app: ASGIApp,
+        at_once: int,
+        lines_of: Callable[[str], Awaitable[int | None]],
+    ) -> None:
+        self.batches, self.files = batches, files
+        self._at_once, self._lines_of = at_once, lines_of
         self._app, self._answering = app, asyncio.Semaphore(at_once)
         self._threads = ThreadPoolExecutor(MAX_RUNS + 2, thread_name_prefix="batches")
         self._runs: dict[str, asyncio.Task[None]] = {}  # by tenant
@@ -112,6 +121,14 @@ class BatchRunner:
         """Answer a line, once fewer than `at_once` other lines are being answered."""
         async with self._answering:
             return await answer_line(self._app, batch, line.body)
+
+    async def lines_at_once(self, tenant: str) -> int:
+        """Return the limit on a tenant's lines that are answered at once here."""
+        with suppress(LorikeetError):  # the catalog cannot be read, and refuses the lines too
+            own = await self._lines_of(tenant)
+            if own is not None:
+                return min(own, self._at_once)
+        return self._at_once
 
     async def in_thread(self, work: Callable[[], T]) -> T:
         """Return the result of `work`, called on a thread."""
@@ -249,9 +266,9 @@ class _Run:
         return (answering if answering in ended else watching).result()
 
     async def _answer_all(self, done: set[int]) -> str:
-        """Answer the lines that are not done, `at_once` of them at a time."""
+        """Answer the lines that are not done, several at a time."""
         lines = (line for line in read_lines(self._input) if line.number not in done)
-        places = asyncio.Semaphore(self._runner.at_once)
+        places = asyncio.Semaphore(await self._runner.lines_at_once(self._batch.tenant))
         async with asyncio.TaskGroup() as group:
             while (line := await self._in_thread(lambda: next(lines, None))) is not None:
                 await self._take_room(len(line.body))

@@ -15,6 +15,7 @@ from fastapi import APIRouter, Query, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import ClientDisconnect
 
+from lorikeet.apis.body import ValueBudget
 from lorikeet.catalog.names import check_alias, check_digest, check_name, check_selector
 from lorikeet.catalog.records import AdapterRecord, BlobFacts, VersionRecord
 from lorikeet.errors import InvalidAdapter, InvalidInput, NotFound, Unavailable
@@ -24,14 +25,13 @@ from lorikeet.gateway.admin.serializers import Json
 from lorikeet.gateway.auth import Caller, RequestAuthenticator, check_may_push
 from lorikeet.gateway.body import (
     MAX_JSON_BYTES,
-    ValueBudget,
     bounded_parts,
     declared_bytes,
     split_parts,
     timed_parts,
 )
 from lorikeet.gateway.catalog_view import GatewayCatalogView
-from lorikeet.gateway.client_disconnect import wait_for_disconnect
+from lorikeet.gateway.client_connection import wait_for_disconnect
 from lorikeet.gateway.error_responses import ACCEPTED, CREATED, OK
 from lorikeet.gateway.parity import Nats, bounds_of, check_parity, parity_json
 from lorikeet.gateway.pushing.push_folders import BLOB, PushFolder

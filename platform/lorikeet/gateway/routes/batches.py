@@ -1,11 +1,15 @@
 """Batches of tenants, in the shape of OpenAI's API: /v1/batches."""
 
 from collections.abc import Callable
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from fastapi import APIRouter, Query, Request
+from pydantic import Field
 
+from lorikeet.apis.body import Body
+from lorikeet.apis.fields import Metadata
 from lorikeet.batch_store import WINDOW_S, BatchRecord, BatchStore
+from lorikeet.catalog.records import TenantRecord
 from lorikeet.errors import (
     Forbidden,
     InvalidInput,
@@ -14,8 +18,7 @@ from lorikeet.errors import (
     UnknownKey,
     UnsupportedParameter,
 )
-from lorikeet.file_store import LIFETIME_S, FileStore, sortable_id
-from lorikeet.gateway.apis.batch_request import BatchRequest
+from lorikeet.file_store import LIFETIME_S, SHORTEST_S, FileStore, sortable_id
 from lorikeet.gateway.auth import RequestAuthenticator
 from lorikeet.gateway.batches.runner import BatchRunner
 from lorikeet.gateway.body import read_json
@@ -31,6 +34,33 @@ _READS = 5
 _BATCHES_OF_READ = 4
 """Number of listed batches that cost one more read."""
 _FULL_S = 60.0
+
+
+class ExpiresAfter(Body):
+    """Lifetime of a batch's output file, from the file's creation.
+
+    anchor: start of the lifetime; only the file's creation is supported.
+    """
+
+    anchor: Literal["created_at"]
+    seconds: Annotated[int, Field(ge=SHORTEST_S, le=LIFETIME_S)]
+
+
+class BatchRequest(Body):
+    """Request of POST /v1/batches.
+
+    input_file_id: uploaded file with the requests, one a line.
+    endpoint: path of the API that answers all requests, such as /v1/chat/completions.
+    completion_window: time after which unanswered requests expire.
+    metadata: the client's own key-value pairs, shown with the batch.
+    output_expires_after: lifetime of the output file; None: the longest.
+    """
+
+    input_file_id: Annotated[str, Field(max_length=256)]
+    endpoint: Annotated[str, Field(max_length=256)]
+    completion_window: Literal["24h"]
+    metadata: Metadata | None = None
+    output_expires_after: ExpiresAfter | None = None
 
 
 def batch_routes(
@@ -66,7 +96,7 @@ def batch_routes(
     @router.post("")
     async def create_batch(request: Request) -> Json:
         async with reads.admitted(request, _READS) as caller:
-            tenant, key_id = caller.tenant.name, caller.key.id
+            tenant, key_id = caller.tenant, caller.key.id
             try:
                 await authenticator.caller_of_batch(key_id)
             except UnknownKey:
@@ -103,7 +133,7 @@ def batch_routes(
 
 
 def _create(
-    batches: BatchStore, files: FileStore, tenant: str, key_id: str, body: BatchRequest
+    batches: BatchStore, files: FileStore, tenant: TenantRecord, key_id: str, body: BatchRequest
 ) -> Json:
     """Save a new batch and return its JSON.
 
@@ -115,14 +145,14 @@ def _create(
         problem = f"endpoint: want one of {', '.join(BATCH_ENDPOINTS)}"
         raise UnsupportedParameter(problem, param="endpoint")
     try:
-        if files.get(tenant, body.input_file_id).purpose != "batch":
+        if files.get(tenant.name, body.input_file_id).purpose != "batch":
             raise InvalidInput("input_file_id: want a file of purpose batch", param="input_file_id")
     except NotFound as error:
         raise NotFound(f"input_file_id: {error.message}", param="input_file_id") from None
     now, after = batches.clock(), body.output_expires_after
     batch = BatchRecord(
         f"batch_{sortable_id(now)}",
-        tenant,
+        tenant.name,
         key_id,
         body.endpoint,
         body.input_file_id,
@@ -134,14 +164,15 @@ def _create(
     with batches.creating:
         _check_open(batches, tenant)
         batches.create(batch)
-    return batches.json(tenant, batch.id)
+    return batches.json(tenant.name, batch.id)
 
 
-def _check_open(batches: BatchStore, tenant: str) -> None:
+def _check_open(batches: BatchStore, tenant: TenantRecord) -> None:
     """Raise RateLimited if a tenant has as many batches that have not ended as it may have."""
-    if len(batches.open_batches(tenant)) >= batches.max_open:
+    open_now, most = len(batches.open_batches(tenant.name)), batches.max_open(tenant)
+    if open_now >= most:
         raise RateLimited(
-            f"{batches.max_open} batches of this tenant have not ended, the most that it may have: "
-            "wait for one to end, or cancel one",
+            f"{open_now} batches of this tenant have not ended, and it may have {most}: wait for "
+            "one to end, cancel one, or have your admin raise the limit",
             retry_after_s=_FULL_S,
         )

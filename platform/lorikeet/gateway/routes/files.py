@@ -18,6 +18,7 @@ from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from lorikeet.catalog.records import TenantRecord
 from lorikeet.errors import InvalidInput, NotFound, RateLimited, StoreError, UnsupportedParameter
 from lorikeet.file_store import LIFETIME_S, SHORTEST_S, FileStore, Order, StoredFile
 from lorikeet.gateway.body import bounded_parts, timed_parts
@@ -92,11 +93,10 @@ def file_routes(reads: TenantReads, files: StoredFiles) -> APIRouter:
     @router.post("")
     async def upload_file(request: Request) -> Json:
         async with reads.admitted(request, _READS) as caller:
-            tenant = caller.tenant.name
-            await files.call(
-                lambda store: store.check_quota(tenant, 1, 1)
-            )  # before the body is read
-            with files.transfer(tenant):
+            tenant = caller.tenant
+            # before the body is read
+            await files.call(lambda store: store.check_quota(tenant, 1, 1))
+            with files.transfer(tenant.name):
                 async with _form(request) as form:
                     upload, lifetime_s = _upload(form), _lifetime_s(form)
                     saved = await files.call(lambda s: _save(s, tenant, upload, lifetime_s))
@@ -237,7 +237,9 @@ def _lifetime_s(form: FormData) -> int:
     )
 
 
-def _save(store: FileStore, tenant: str, upload: UploadFile, lifetime_s: int) -> StoredFile:
+def _save(
+    store: FileStore, tenant: TenantRecord, upload: UploadFile, lifetime_s: int
+) -> StoredFile:
     """Save an upload.
 
     Raises InsufficientQuota if the tenant's files would exceed its limits, StoreError if the disk

@@ -1,18 +1,69 @@
 """GET /v1/limits: limits of the caller's tenant and key, and how much of them is used."""
 
+import time
 from typing import Any
 
 from fastapi import APIRouter, Request
 
+from lorikeet.batch_store import BatchStore
 from lorikeet.catalog.records import TenantRecord
 from lorikeet.catalog.rules.quota import QuotaUsage, quota_usage
+from lorikeet.errors import StoreError
+from lorikeet.file_store import FileStore
 from lorikeet.gateway.catalog_view import GatewayCatalogView
 from lorikeet.gateway.reads import TenantReads
+from lorikeet.gateway.routes.files import StoredFiles
 from lorikeet.tenancy.rate_limiter import LimitUse, RateLimiter
+
+_FRESH_S = 10.0
+"""Seconds for which the use of files and batches is not read again: /ui asks every two."""
+
+
+class FilesUse:
+    """Limits on tenants' files and batches, with their use. For use in one event loop.
+
+    batches: store of batches; None: files and batches are off.
+    """
+
+    def __init__(self, files: StoredFiles, batches: BatchStore | None) -> None:
+        self._files, self._batches = files, batches
+        # by tenant: bytes, files and open batches, with the time of reading
+        self._read = dict[str, tuple[float, tuple[int, int, int]]]()
+
+    async def limits(self, tenant: TenantRecord) -> list[LimitUse]:
+        """Return a tenant's limits, without their use if the store fails."""
+        batches = self._batches
+        if batches is None:
+            return []
+
+        def look(files: FileStore) -> list[LimitUse]:
+            quota = files.quota(tenant)
+            most = quota.bytes, quota.files, batches.max_open(tenant)
+            return list(map(LimitUse, names, most, self._used(tenant.name, files, batches)))
+
+        names = "files_bytes", "max_files", "open_batches"
+        lines = tenant.batch_lines
+        of_lines = [] if lines is None else [LimitUse("batch_lines", lines)]
+        return await self._files.call(look) + of_lines
+
+    def _used(
+        self, tenant: str, files: FileStore, batches: BatchStore
+    ) -> tuple[int, int, int] | tuple[None, None, None]:
+        read_s, used = self._read.get(tenant, (-_FRESH_S, (0, 0, 0)))
+        if (now_s := time.monotonic()) - read_s >= _FRESH_S:
+            try:
+                used = *files.used(tenant), len(batches.open_batches(tenant))
+            except StoreError:
+                return None, None, None
+            self._read[tenant] = now_s, used
+        return used
 
 
 def limit_routes(
-    reads: TenantReads, rate_limiter: RateLimiter, catalog_view: GatewayCatalogView
+    reads: TenantReads,
+    rate_limiter: RateLimiter,
+    catalog_view: GatewayCatalogView,
+    files_use: FilesUse,
 ) -> APIRouter:
     """Return the route that shows a tenant's limits.
 
@@ -26,7 +77,7 @@ def limit_routes(
             tenant, key = caller
             quota = await catalog_view.ask_in_thread(lambda state: quota_usage(state, tenant.name))
         uses = rate_limiter.uses(tenant, key)
-        uses["tenant"] += _of_adapters(tenant, quota)
+        uses["tenant"] += _of_adapters(tenant, quota) + await files_use.limits(tenant)
         return {
             "tenant": tenant.name,
             "key_id": key.id,

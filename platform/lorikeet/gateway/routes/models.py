@@ -8,9 +8,9 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
+from lorikeet.apis.errors import ClientApi
 from lorikeet.catalog.names import DEFAULT_ALIAS
 from lorikeet.catalog.records import AdapterRecord
-from lorikeet.error_shapes import ClientApi
 from lorikeet.gateway.auth import Caller, RequestAuthenticator
 from lorikeet.gateway.error_responses import client_api
 from lorikeet.gateway.reads import TenantReads

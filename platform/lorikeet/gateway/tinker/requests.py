@@ -14,25 +14,11 @@ from pydantic import (
     model_validator,
 )
 
-from lorikeet.error_shapes import TINKER
-from lorikeet.gateway.apis.api_request import (
-    MAX_MODEL_LENGTH,
-    ApiRequest,
-    CallContext,
-    Seed,
-    Tokens,
-)
-from lorikeet.gateway.apis.completion_request import CompletionRequest
-from lorikeet.gateway.apis.fields import (
-    INT32,
-    MAX_CHOICES,
-    AnyTopK,
-    Stop,
-    Temperature,
-    TokenId,
-    TopP,
-)
-from lorikeet.gateway.body import Body, NoOps, misfit
+from lorikeet.apis.body import Body, NoOps, misfit
+from lorikeet.apis.completions.request import CompletionRequest
+from lorikeet.apis.errors import TINKER
+from lorikeet.apis.fields import INT32, MAX_CHOICES, AnyTopK, Stop, Temperature, TokenId, TopP
+from lorikeet.apis.request import MAX_MODEL_LENGTH, ApiRequest, CallContext, Seed, Tokens
 from lorikeet.gateway.tinker.sample_response import WantedLogprobs, sample_response
 from lorikeet.protocol.messages import Call
 from lorikeet_engine.request import MAX_LOGPROBS, MAX_PROMPT_LOGPROBS

@@ -13,6 +13,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
+from lorikeet.apis.request import ResolvedModel, adapters_in
 from lorikeet.errors import (
     Expired,
     InvalidInput,
@@ -22,10 +23,9 @@ from lorikeet.errors import (
     status_of,
 )
 from lorikeet.gateway.admin.blob_validation import matching_names
-from lorikeet.gateway.apis.api_request import adapters_in
-from lorikeet.gateway.auth import Caller, RequestAuthenticator, ResolvedModel
+from lorikeet.gateway.auth import Caller, RequestAuthenticator
 from lorikeet.gateway.body import read_json
-from lorikeet.gateway.client_disconnect import result_before_disconnect
+from lorikeet.gateway.client_connection import result_before_disconnect
 from lorikeet.gateway.generate import GenerateEndpoint
 from lorikeet.gateway.reads import TenantReads
 from lorikeet.gateway.replica_response import ReplicaResponse

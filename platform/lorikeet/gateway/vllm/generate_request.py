@@ -9,11 +9,10 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field
 from pydantic_core import from_json, to_json
 
-from lorikeet.gateway.apis.api_request import ApiRequest, CallContext, SamplingFields, Tokens
-from lorikeet.gateway.apis.completion_request import CompletionRequest
-from lorikeet.gateway.apis.fields import MAX_CHOICES, Temperature, TokenId, TopP
-from lorikeet.gateway.apis.no_ops import SAMPLING_NO_OPS
-from lorikeet.gateway.body import NoOps
+from lorikeet.apis.body import NoOps
+from lorikeet.apis.completions.request import CompletionRequest
+from lorikeet.apis.fields import MAX_CHOICES, Temperature, TokenId, TopP
+from lorikeet.apis.request import SAMPLING_NO_OPS, ApiRequest, CallContext, SamplingFields, Tokens
 from lorikeet.protocol.messages import Call
 from lorikeet_engine.request import MAX_LOGPROBS, MAX_PROMPT_LOGPROBS
 

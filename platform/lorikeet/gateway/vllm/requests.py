@@ -6,12 +6,12 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field, model_validator
 
-from lorikeet.gateway.apis.api_request import ApiRequest, CallContext
-from lorikeet.gateway.apis.chat_messages import MAX_MESSAGES, Message, check_answered
-from lorikeet.gateway.apis.chat_request import ChatRequest, TemplateFields
-from lorikeet.gateway.apis.fields import TokenId
-from lorikeet.gateway.apis.tools import Tools
-from lorikeet.gateway.body import Body, misfit, unsupported
+from lorikeet.apis.body import Body, misfit, unsupported
+from lorikeet.apis.chat.messages import MAX_MESSAGES, Message, check_answered
+from lorikeet.apis.chat.request import ChatRequest, TemplateFields
+from lorikeet.apis.fields import TokenId
+from lorikeet.apis.request import ApiRequest, CallContext
+from lorikeet.apis.tools import Tools
 from lorikeet.protocol.messages import Call, Endpoint
 
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"

@@ -5,9 +5,10 @@ from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request
 
-from lorikeet.gateway.apis.api_request import CallContext
+from lorikeet.apis.body import Body
+from lorikeet.apis.request import CallContext
 from lorikeet.gateway.auth import Caller, RequestAuthenticator
-from lorikeet.gateway.body import Body, read_body
+from lorikeet.gateway.body import read_body
 from lorikeet.gateway.large_bodies import LargeBodies
 from lorikeet.gateway.reads import TenantReads
 from lorikeet.gateway.services import Services
@@ -57,7 +58,12 @@ def token_routes(
             else:
                 scheduling = SchedulingParams(tenant, max_queue_s=services.max_queue_s)
                 context = CallContext(
-                    request.state.request_id, int(time.time()), caller, scheduling, model
+                    request.state.request_id,
+                    int(time.time()),
+                    tenant,
+                    caller.max_context,
+                    scheduling,
+                    model,
                 )
                 call = body.to_call(context)
                 encoded = await encoders.encode(

@@ -21,6 +21,10 @@ const LIMITS = {
   max_context: ["Prompt and answer", (tokens) => counted(tokens, "token")],
   max_rank: ["Rank of an adapter", count],
   max_adapter_bytes: ["Size of an adapter", bytes],
+  files_bytes: ["Files", bytes],
+  max_files: ["Number of files", count],
+  open_batches: ["Open batches", count],
+  batch_lines: ["Batch lines at once", count],
 };
 const TIERS = { gpu: "the GPU", host: "host memory", disk: "the local disk", remote: "the store" };
 const STAGES = {

@@ -38,7 +38,7 @@ function pinList({ met, loading, unmet, rows }) {
   if (loading) parts.push(`${count(loading)} loading`);
   if (unmet) parts.push(`${count(unmet)} unmet`);
   const list = rows.map(({ pin, state, adapter, reason }) =>
-    make("li", { class: state }, make("b", {}, pin), state === "loading" ? " is loading" : `${adapter ? ` (${adapter})` : ""}: ${reason}`),
+    make("li", { class: state }, make("b", {}, pin), state === "loading" ? " is loading" : state === "prompt" ? `, its prompt: ${reason}` : `${adapter ? ` (${adapter})` : ""}: ${reason}`),
   );
   return [make("p", { class: unmet ? "sum warm" : "sum" }, sum ? parts.join(", ") : "There are no pins."), make("ul", { class: "pins" }, ...list)];
 }

@@ -1,0 +1,1 @@
+"""Chat completions of OpenAI's API, with vLLM's fields."""

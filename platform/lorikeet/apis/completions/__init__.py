@@ -1,0 +1,1 @@
+"""Completions of OpenAI's API, with vLLM's fields. Answers: chat/answer.py."""

@@ -1,0 +1,1 @@
+"""Messages API of Anthropic. A message is the answer to a chat."""

@@ -1,0 +1,1 @@
+"""Heads and embeddings: values of prompts, in the shapes of vLLM and OpenAI."""

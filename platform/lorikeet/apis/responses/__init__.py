@@ -1,0 +1,1 @@
+"""Responses API of OpenAI. A response is the answer to a chat."""

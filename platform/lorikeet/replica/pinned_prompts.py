@@ -1,0 +1,155 @@
+"""System prompts of pinned adapters, whose KV pages a replica computes before users ask.
+
+Each prompt is computed once by a request in the background. The engine keeps its pages in host
+memory if it has such memory, else in the prefix cache, where they may be evicted. A failed prompt
+is tried again. A prompt is rendered anew every hour, as its chat template may write the date.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+
+from lorikeet.errors import LorikeetError
+from lorikeet.logs import log_unexpected
+from lorikeet.protocol.messages import TokenIds
+from lorikeet.protocol.placement_decision import PinnedPrompt, PinTarget
+from lorikeet.text.adapter_templates import AdapterTemplates
+from lorikeet.text.prompts import PromptEncoder
+from lorikeet_engine.errors import EngineClosed, EngineError
+from lorikeet_engine.process.client import EngineProcessClient
+from lorikeet_engine.request import Request, SamplingParams, SchedulingParams
+
+log = logging.getLogger(__name__)
+
+_CHECK_S = 30.0
+_RENDER_S = 3600.0
+
+
+@dataclass(slots=True)
+class _Progress:
+    """Progress of one prompt.
+
+    tokens: tokens that were computed last; () before.
+    rendered_s: monotonic time at which the prompt was rendered last.
+    failure: reason why the last computation failed; "" before the first ends, None if it succeeded.
+    """
+
+    tokens: tuple[int, ...] = ()
+    rendered_s: float = 0.0
+    failure: str | None = ""
+
+
+class PinnedPrompts:
+    """Computes the pinned prompts of one replica, one after the other. For one event loop."""
+
+    def __init__(
+        self,
+        encoder: PromptEncoder,
+        engine: EngineProcessClient,
+        run: Callable[[Request], Awaitable[object]],
+    ) -> None:
+        """Begin without prompts, and without a task.
+
+        encoder: encoder of the base model's prompts.
+        run: runs a request of the engine to its end.
+        """
+        self._encoder, self._engine, self._run = encoder, engine, run
+        self._wanted: Mapping[str, PinnedPrompt] = {}
+        self._progress: dict[str, _Progress] = {}
+        self._changed = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._templates: AdapterTemplates | None = None
+
+    def update(self, targets: Iterable[PinTarget]) -> None:
+        """Compute the prompts of these pins alone, in their order; forget other prompts."""
+        wanted = {prompt.name: prompt for target in targets for prompt in target.prompts}
+        if wanted.keys() == self._wanted.keys():
+            return
+        self._wanted = wanted
+        self._progress = {name: self._progress.get(name) or _Progress() for name in wanted}
+        self._changed.set()
+        if self._task is None or self._task.done():
+            self._task = asyncio.create_task(self._keep_computed())
+
+    def progress(self) -> Mapping[str, str | None]:
+        """Return, by name, None for a prompt that is computed, "" for one that is not yet, else the
+        reason why its computation failed.
+        """
+        return {name: progress.failure for name, progress in self._progress.items()}
+
+    def close(self) -> None:
+        """Compute no more prompts. Safe to call twice."""
+        if self._task is not None:
+            self._task.cancel()
+        if self._templates is not None:
+            self._templates.close()
+
+    async def _keep_computed(self) -> None:
+        """Compute the wanted prompts, and those whose pages are lost, until the engine ends."""
+        with suppress(EngineClosed):
+            while True:
+                self._changed.clear()
+                kept = await asyncio.wrap_future(self._engine.keep_prompts(tuple(self._wanted)))
+                for name, prompt in self._wanted.items():
+                    await self._compute(prompt, is_kept=kept is None or name in kept)
+                    if self._changed.is_set():
+                        break
+                await _wait(self._changed, _CHECK_S if self._wanted else None)
+
+    async def _compute(self, prompt: PinnedPrompt, *, is_kept: bool) -> None:
+        """Compute a prompt unless its pages are kept and it was rendered within the last hour."""
+        progress = self._progress[prompt.name]
+        is_done = progress.failure is None and is_kept
+        if is_done and time.monotonic() - progress.rendered_s < _RENDER_S:
+            return
+        try:
+            tokens = tuple(await self._render(prompt))
+            progress.rendered_s = time.monotonic()
+            if not (is_done and tokens == progress.tokens):
+                await self._run(_request(prompt, tokens))
+                progress.tokens = tokens
+            progress.failure = None
+        except EngineClosed:
+            raise
+        except (EngineError, LorikeetError) as error:
+            if progress.failure != error.message:
+                facts = {"adapter": str(prompt.ref), "error": error.message}
+                log.warning("pinned_prompt_failed", extra=facts)
+            progress.failure = error.message
+        except Exception as error:
+            log_unexpected("pinned_prompt_failed", prompt.name, error)
+            progress.failure = "the replica failed to compute it"
+
+    async def _render(self, prompt: PinnedPrompt) -> TokenIds:
+        context, template = self._engine.info.max_context, prompt.defaults.chat_template
+
+        def encode(encoder: PromptEncoder) -> TokenIds:
+            return encoder.encode_system_prompt(prompt.defaults, context)
+
+        if template is None:
+            return await asyncio.to_thread(partial(encode, self._encoder))
+        if self._templates is None:
+            self._templates = AdapterTemplates()
+        return await self._templates.run(prompt.ref.tenant, self._encoder, template, encode)
+
+
+def _request(prompt: PinnedPrompt, tokens: tuple[int, ...]) -> Request:
+    return Request(
+        f"prompt {prompt.name}",
+        (tokens,),
+        SamplingParams(max_tokens=1, temperature=0.0),
+        adapter=prompt.ref,
+        salt=prompt.ref.tenant,
+        scheduling=SchedulingParams(tenant=prompt.ref.tenant, background=True),
+        keeps=prompt.name,
+    )
+
+
+async def _wait(event: asyncio.Event, within_s: float | None) -> None:
+    with suppress(TimeoutError):
+        async with asyncio.timeout(within_s):
+            await event.wait()

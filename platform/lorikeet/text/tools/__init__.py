@@ -1,0 +1,1 @@
+"""Tool calls in a model's text: the syntax of each family, and parsers of each syntax."""
