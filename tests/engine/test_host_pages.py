@@ -227,6 +227,23 @@ def test_a_model_with_states_computes_prefixes_again_and_says_so(tmp_path, caplo
     assert usage(engine.engine) is None
 
 
+def test_a_preempted_answer_goes_on_from_its_pages_on_the_host(tmp_path, always_fetch):
+    def computed(host_pages):
+        engine = checked(tmp_path / str(host_pages), host_pages=host_pages)
+        for first in (1, 2):
+            tokens = (first, *LONG[1:17])
+            engine.submit(tokens, sampling=SamplingParams(26, temperature=0.0), salt=str(first))
+        engine.drain_requests()
+        assert engine.engine.status().preemptions > 0
+        return engine.model.tokens, usage(engine.engine)
+
+    again, without = computed(0)
+    once, found = computed(40)
+    assert without is None
+    assert found.fetched > 0
+    assert once == again - found.fetched * PAGE
+
+
 def keep(engine, name, tokens=LONG, **more):
     """Compute a prompt whose pages are kept under a name; let the engine copy them to the host."""
     names = engine.engine.keep_prompts(())
