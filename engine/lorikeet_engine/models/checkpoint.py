@@ -17,10 +17,9 @@ from lorikeet_engine.adapter_format import Quantization, QuantizedLinears
 from lorikeet_engine.device.memory import free_bytes, gib
 from lorikeet_engine.errors import ModelError, SettingsError
 from lorikeet_engine.kernels import fp8
-from lorikeet_engine.kernels.fp8 import Fp8Rows, PartlyFp8
-from lorikeet_engine.kernels.fp8.reference import quantize_weight
+from lorikeet_engine.kernels.fp8 import Fp8Rows, PartlyFp8, quantize_weight
 from lorikeet_engine.kernels.lora.linear import FusedWeight, Weight
-from lorikeet_engine.kernels.moe import Mxfp4Experts
+from lorikeet_engine.kernels.moe.mxfp4 import Mxfp4Experts
 from lorikeet_engine.kernels.w4a16 import PackedWeight, StackedWeight
 from lorikeet_engine.kernels.w4a16 import stack as stacked
 from lorikeet_engine.models.cut import Cut, stack

@@ -20,7 +20,7 @@ from lorikeet.apis.fields import INT32, Documents, Prompt, Prompts, Texts
 from lorikeet.apis.request import ApiRequest, CallContext
 from lorikeet.errors import InvalidInput
 from lorikeet.protocol.messages import Call, Endpoint, Ranking
-from lorikeet_engine.adapter import Adapter, AdapterRef, Embedder, Head
+from lorikeet_engine.adapter import AdapterRef, Embedder, Head
 from lorikeet_engine.request import SamplingParams
 
 _MOST_VALUES = {False: 2**19, True: 2**22}
@@ -242,11 +242,11 @@ def _pooling(call: Call, endpoint: Endpoint) -> Call:
     )
 
 
-def with_pooling(call: Call, head: Head | None, embedder: Embedder, hidden: int) -> Call:
+def with_pooling(call: Call, head: Head | None, embedder: Embedder | None, hidden: int) -> Call:
     """Return a call with its classification or reward head or, for embeddings, with its embedder,
     the way in which texts are embedded.
 
-    head, embedder: the base model's own, for adapters that have none.
+    head, embedder: the base model's own, for adapters that have none; None: there is none.
     hidden: number of values of the base model's hidden states.
 
     Raises InvalidInput if the called endpoint does not suit the model: if it classifies and there
@@ -256,7 +256,7 @@ def with_pooling(call: Call, head: Head | None, embedder: Embedder, hidden: int)
     own = call.adapter.head if isinstance(call.adapter, AdapterRef) else None
     head = own or head
     if call.endpoint is Endpoint.EMBEDDINGS and head is None:
-        return _with_embedder(call, _embedder(call.adapter, embedder), hidden)
+        return _with_embedder(call, _embedder(call, embedder), hidden)
     if call.endpoint.counts or (head is None and not call.endpoint.pools):
         return call
     if head is None:
@@ -281,14 +281,14 @@ def with_pooling(call: Call, head: Head | None, embedder: Embedder, hidden: int)
     return replace(call, head=head)
 
 
-def _embedder(adapter: Adapter | None, of_base: Embedder) -> Embedder:
+def _embedder(call: Call, of_base: Embedder | None) -> Embedder:
     """Return the way in which an adapter, or several that are added up, embed texts.
 
     of_base: the base model's, for adapters without one of their own.
 
-    Raises InvalidInput if adapters to add up differ in it.
+    Raises InvalidInput if adapters to add up differ in it, or if there is none.
     """
-    members = () if adapter is None else adapter.members
+    members = () if call.adapter is None else call.adapter.members
     ways = {member.embedder or of_base for member in members} or {of_base}
     if len(ways) > 1:
         raise InvalidInput(
@@ -296,7 +296,13 @@ def _embedder(adapter: Adapter | None, of_base: Embedder) -> Embedder:
             "agree",
             param="model",
         )
-    return ways.pop()
+    if (way := ways.pop()) is None:
+        raise InvalidInput(
+            f"model={call.model!r} embeds no texts: modules.json in its base model's folder "
+            "describes a pipeline that is not served; name an adapter with one of its own",
+            param="model",
+        )
+    return way
 
 
 def _with_embedder(call: Call, embedder: Embedder, hidden: int) -> Call:
