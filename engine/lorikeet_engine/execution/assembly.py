@@ -23,13 +23,12 @@ from lorikeet_engine.execution.calibration import measure_step_costs
 from lorikeet_engine.execution.memory_plan import (
     count_slots,
     count_states_and_pages,
-    keeps_pages_on_host,
     page_needs,
 )
 from lorikeet_engine.execution.page_copies import (
     AllocateHostPages,
     PageCopies,
-    allocate_rank_pages,
+    allocate_rank_memory,
 )
 from lorikeet_engine.execution.rank_rows import RankRows
 from lorikeet_engine.execution.ranks import BuildRunner, CountPages, OneRank, start_ranks
@@ -157,11 +156,9 @@ def _assemble(
         with start.stage("step costs"):
             step_costs = measure_step_costs(runner, kv_pages, tiers.arena, model.shape, settings)
         page_copies = None
-        if keeps_pages_on_host(model.shape, settings):
+        if settings.kv_host_bytes:
             with start.stage("KV pages on the host"):
                 page_copies = _page_copies(runner, settings, ranks, wake)
-        elif settings.kv_host_bytes:
-            log.warning("kv_pages_not_on_host", extra={"error": "the model has states"})
     except BaseException:
         tiers.close()
         raise
@@ -201,11 +198,12 @@ def _page_copies(
     wake: called when pages have been copied to the GPU.
     """
     ranks.announce(AllocateHostPages())
-    allocated = allocate_rank_pages(runner.kv, settings, len(runner.kv_windows), ranks.least)
-    if allocated is None:
+    groups = len(runner.kv_windows)
+    memory = allocate_rank_memory(runner.kv, runner.state_tensors, settings, groups, ranks.least)
+    if memory is None:
         return None
     page_bytes = runner.kv[:, :, :1].nbytes
-    return PageCopies(*allocated, page_bytes, ranks.followers, wake)
+    return PageCopies(memory, page_bytes, runner.state_bytes, ranks.followers, wake)
 
 
 def load_weights(

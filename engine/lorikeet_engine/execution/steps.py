@@ -85,6 +85,11 @@ class ModelRunner:
         self.prompt_sizes = () if graphs is None else graphs.piecewise_sizes
 
     @property
+    def state_tensors(self) -> list[torch.Tensor]:
+        """Tensors of the states of delta nets, each [layers, slots, …]; [] without delta nets."""
+        return [] if self._states is None else self._states.tensors
+
+    @property
     def state_slots(self) -> int:
         """Number of slots for states of delta nets; 0 for a model without delta nets."""
         return 0 if self._states is None else self._states.slots

@@ -104,6 +104,8 @@ class HostPageUsage(NamedTuple):
     damaged: number of pages dropped because the checksum of their fetch was wrong.
     tokens: number of prompt tokens whose pages came from the host.
     of_prompts: number of the pages in host memory that are kept for pinned prompts.
+    states, state_slots: number of states of delta nets in host memory, and of those for which it
+        has room.
     """
 
     used: int
@@ -115,6 +117,8 @@ class HostPageUsage(NamedTuple):
     damaged: int
     tokens: int
     of_prompts: int = 0
+    states: int = 0
+    state_slots: int = 0
 
 
 class EvictionCandidate(NamedTuple):
