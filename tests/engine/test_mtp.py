@@ -91,7 +91,7 @@ def test_answers_are_the_same_with_and_without_the_head(
     ref, told = shelf.add(folder, "a"), []
     for speculation in ("off", "mtp"):
         engine = make(family, speculation=speculation, grammars=DescendingGrammars(), **more)
-        answers = Answers(engine)
+        answers = Answers(engine, within_s=240.0)
         load_adapters(answers, [ref])
         for at, way in enumerate(WAYS):
             adapter = ref if at % 2 else None
