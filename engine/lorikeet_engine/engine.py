@@ -421,7 +421,8 @@ class Engine:
                 chunk = self._scheduler.verified(chunk, accepted, forced)
             tokens, logprobs = sampled.delivered(row, sequence, accepted)
             self._scheduler.written(chunk)
-            finish = sequence.accept(sampled.tokens[row + accepted])
+            predicted = sampled.predicted[row + accepted] if sampled.predicted else None
+            finish = sequence.accept(sampled.tokens[row + accepted], predicted)
         except BaseException as error:  # of the grammar, perhaps a panic in Rust: others go on
             if isinstance(error, NotFinite):
                 self._cache.forget_keys(sequence.kv.full_keys())

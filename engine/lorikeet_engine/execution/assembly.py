@@ -70,6 +70,7 @@ class LoadModel(Protocol):
         ranks: RankGroup | None = None,
         *,
         packed: bool = False,
+        mtp: bool = False,
     ) -> LlamaModel:
         """Read the base model, or this rank's part of it, onto the device.
 
@@ -77,6 +78,7 @@ class LoadModel(Protocol):
         rounding: NF4 or FP8, to which linears are rounded while they are loaded; None: as stored.
         ranks: processes that share the model; None: this process holds all of it.
         packed: whether linears of 4 bits stay packed; False: they become floats.
+        mtp: whether to read the head for multi-token prediction.
         """
 
 
@@ -171,9 +173,9 @@ def _assemble(
         pieces = ForcedPieces(runner.prompt_sizes, StateBuffers.prompts // 2)
     forced_budget = ForcedBudget(room, step_costs, runner.small_sizes, pieces)
     draft_budget = None
-    if settings.speculation == "lookup":
-        goal_s = settings.inter_token_goal_s
-        draft_budget = DraftBudget(step_costs, runner.small_sizes, goal_s, pieces)
+    if settings.speculation != "off":
+        goal_s, mtp = settings.inter_token_goal_s, model.config.mtp is not None
+        draft_budget = DraftBudget(step_costs, runner.small_sizes, goal_s, pieces, mtp=mtp)
     return Assembly(
         runner,
         sampler,
@@ -222,10 +224,11 @@ def load_weights(
     """
     with start.stage("weights"):
         dtype, context = settings.torch_dtype, settings.max_context
-        packed = stays_packed(settings, _capability(device))
-        model = load(
-            settings.model, device, dtype, context, settings.rounding, group, packed=packed
-        )
+        parts = {
+            "packed": stays_packed(settings, _capability(device)),
+            "mtp": settings.speculation == "mtp",
+        }
+        model = load(settings.model, device, dtype, context, settings.rounding, group, **parts)
         if device.type == "cuda":
             torch.cuda.empty_cache()  # frees the scratch memory of rounding and dequantising
     return model

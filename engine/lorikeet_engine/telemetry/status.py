@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.costs import MeasuredCosts, StepCosts
-from lorikeet_engine.request import DraftCounts
+from lorikeet_engine.request import DraftCounts, DraftSums
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +175,7 @@ class LiveStats:
 
 
 @dataclass(frozen=True, slots=True)
-class EngineStatus:
+class EngineStatus(DraftSums):
     """State of an engine, contents of each tier, and counts since the start.
 
     costs: costs of steps and loads; defaults where nothing was measured.
@@ -222,16 +222,6 @@ class EngineStatus:
     states: StateUsage | None = None
     moved: Mapping[str, Residency] = field(default_factory=dict)
     host_pages: HostPageUsage | None = None
-
-    @property
-    def drafted_tokens(self) -> int:
-        """Number of drafted tokens that steps have verified."""
-        return sum(counts.drafted for counts in self.drafts)
-
-    @property
-    def accepted_tokens(self) -> int:
-        """Number of drafted tokens that became output tokens."""
-        return sum(counts.accepted for counts in self.drafts)
 
 
 class AdapterStatus(NamedTuple):
