@@ -562,6 +562,7 @@ def random_model(
     ranks: RankGroup | None = None,
     *,
     packed: bool = False,
+    mtp: bool = False,
 ) -> LlamaModel:
     """Build the model of a folder that holds config.json alone, with random weights.
 
@@ -569,8 +570,11 @@ def random_model(
     rounding: format to which linears are rounded, unless the config names one.
     ranks: processes that share the model, of which this is one; None: no other.
     packed: whether weights stay in the 4 bits of the format that the config names.
+    mtp: whether the model has a head for multi-token prediction.
     """
     config = ModelConfig.from_folder(folder, max_context)
+    if mtp:
+        config = config.with_mtp()
     shard = WHOLE if ranks is None else ranks.shard
     stored = config.quantized_linears
     block = None

@@ -15,6 +15,7 @@ from lorikeet.apis.errors import (
     ClientApi,
     anthropic_error_body,
     api_of_path,
+    client_param,
     error_status,
     openai_error_body,
 )
@@ -79,31 +80,6 @@ _LIKE_IDS = {
 """Advice, by path, in the 404 for missing endpoints whose path looks like an object's path."""
 
 
-_RESPONSES_PARAMS = {
-    "messages": "input",
-    "prompt": "input",
-    "max_tokens": "max_output_tokens",
-    "logprobs": "top_logprobs",
-}
-_PARAMS = {
-    Endpoint.CHAT: {"prompt": "messages"},
-    Endpoint.RESPONSES: _RESPONSES_PARAMS,
-    Endpoint.INPUT_TOKENS: _RESPONSES_PARAMS,
-    Endpoint.MESSAGES: {
-        "prompt": "messages",
-        "continue_final_message": "messages",
-    },
-    Endpoint.CLASSIFY: {"prompt": "input"},
-    Endpoint.SCORE: {"prompt": "input"},
-    Endpoint.POOLING: {"prompt": "input"},
-    Endpoint.RERANK: {"prompt": "documents"},
-    Endpoint.EMBEDDINGS: {"prompt": "input"},
-}
-"""Names of request fields at each endpoint, by the names that replicas and engines use in errors
-for the same fields.
-"""
-
-
 class Refused(LorikeetError):
     """A replica's Refusal as an exception.
 
@@ -116,7 +92,7 @@ class Refused(LorikeetError):
     def __init__(self, refusal: Refusal, endpoint: Endpoint | None = None) -> None:
         param = refusal.param
         if endpoint is not None and param is not None:
-            param = _PARAMS.get(endpoint, {}).get(param, param)
+            param = client_param(endpoint, param)
         super().__init__(refusal.message, param=param, retry_after_s=refusal.retry_after_s)
         self.code = refusal.code
 

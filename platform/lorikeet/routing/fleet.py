@@ -29,6 +29,9 @@ from lorikeet.routing.tracked_replica import (
 )
 from lorikeet_engine.adapter import AdapterRef, Residency, member_digests
 
+_lock = Lock()
+_fleets: "dict[tuple[str, str], Fleet]" = {}
+
 UPDATE_AGE_S = 0.12
 """Assumed age, in seconds, of the live stats in a status update; an engine reports ten times a
 second.
@@ -423,3 +426,16 @@ class Fleet:
         if sent.request.digest is not None and not sent.has_first_byte:
             self._locations.remove_waiting(sent.replica.name, sent.request.digest)
         sent.replica.remove(sent)
+
+
+def fleet_of(application: str, deployment: str) -> Fleet:
+    """Return this process's one Fleet of a deployment, which router and gateway share.
+
+    Created on first use. Thread-safe. Not in the router's module: Serve pickles the router's class
+    by value, so that globals of its module would be copies.
+    """
+    name = (application, deployment)
+    with _lock:
+        if name not in _fleets:
+            _fleets[name] = Fleet()
+        return _fleets[name]

@@ -46,7 +46,9 @@ def add_rms_norm(
     delta_weight: torch.Tensor | None = None,
     exchange: RowExchange | None = None,
     factor: float | None = None,
-) -> torch.Tensor:
+    *,
+    fp8: bool = False,
+) -> torch.Tensor | Activations:
     """Add scale · delta to x in place, and return x / sqrt(mean(x²) + eps) · weight.
 
     x [tokens, width], contiguous: hidden states
@@ -58,6 +60,7 @@ def add_rms_norm(
     exchange: memory through which delta and lora, this rank's parts, are summed over ranks before
       all else; None: delta and lora are complete. CUDA only
     factor: x is multiplied by it in place after the addition, and rounded before and after; None: 1
+    fp8: round each row of the result to FP8 as well; weight is not None
     → [tokens, width] like x
 
     Computed in float32.
@@ -71,7 +74,7 @@ def add_rms_norm(
         x *= factor
     if weight is None:
         return x
-    return _normed(x, weight, eps)
+    return _with_fp8(_normed(x, weight, eps), fp8=fp8)
 
 
 @by_device
@@ -84,26 +87,6 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, scale: float = 1
     """
     normed = F.rms_norm(x.float(), weight.shape, weight.float(), eps)
     return (normed * scale).to(x.dtype)
-
-
-@by_device
-def add_rms_norm_fp8(
-    x: torch.Tensor,
-    delta: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-    lora: LoraDelta | None = None,
-    scale: float = 1.0,
-    delta_weight: torch.Tensor | None = None,
-    exchange: RowExchange | None = None,
-    factor: float | None = None,
-) -> Activations:
-    """Compute add_rms_norm, and round each row of its result to FP8 as well.
-
-    Arguments: see add_rms_norm, of which the result is Activations.rows.
-    """
-    y = add_rms_norm(x, delta, weight, eps, lora, scale, delta_weight, exchange, factor)
-    return Activations(y, quantize_rows(y))
 
 
 @by_device
@@ -219,33 +202,25 @@ def mean_squares(
 
 @by_device
 def act_and_mul(
-    x: torch.Tensor, lora: LoraDelta | UnexpandedDelta | None = None, *, gelu: bool = False
-) -> torch.Tensor:
+    x: torch.Tensor,
+    lora: LoraDelta | UnexpandedDelta | None = None,
+    *,
+    gelu: bool = False,
+    fp8: bool = False,
+) -> torch.Tensor | Activations:
     """Compute an MLP's activation, silu(x[:, :width]) · x[:, width:].
 
     x [tokens, 2 · width], contiguous: gates, then the values that they gate
     lora: LoRA delta of x, added to x
     gelu: GELU, by its tanh formula, instead of SiLU
+    fp8: round each row of the result to FP8 as well
     → [tokens, width]
     """
     assert not isinstance(lora, UnexpandedDelta), "deltas on CPUs are expanded"
     add_lora_delta(x, lora)
     gates, values = x.chunk(2, dim=-1)
-    return (F.gelu(gates, approximate="tanh") if gelu else F.silu(gates)) * values
-
-
-@by_device
-def act_and_mul_fp8(
-    x: torch.Tensor, lora: LoraDelta | UnexpandedDelta | None = None, *, gelu: bool = False
-) -> Activations:
-    """Compute act_and_mul, and round each row of its result to FP8 as well.
-
-    x [tokens, 2 · width], contiguous: gates, then the values that they gate
-    lora: LoRA delta of x, added to x
-    gelu: GELU, by its tanh formula, instead of SiLU
-    """
-    y = act_and_mul(x, lora, gelu=gelu)
-    return Activations(y, quantize_rows(y))
+    gates = F.gelu(gates, approximate="tanh") if gelu else F.silu(gates)
+    return _with_fp8(gates * values, fp8=fp8)
 
 
 @by_device
@@ -312,26 +287,18 @@ def gated_mean_squares(
 
 
 @by_device
-def squared_relu(x: torch.Tensor, lora: LoraDelta | None = None) -> torch.Tensor:
+def squared_relu(
+    x: torch.Tensor, lora: LoraDelta | None = None, *, fp8: bool = False
+) -> torch.Tensor | Activations:
     """Compute max(x, 0)², the activation of an MLP without gate.
 
     x [tokens, width], contiguous
     lora: LoRA delta of x, added to x
+    fp8: round each row of the result to FP8 as well
     → [tokens, width]
     """
     add_lora_delta(x, lora)
-    return F.relu(x).square()
-
-
-@by_device
-def squared_relu_fp8(x: torch.Tensor, lora: LoraDelta | None = None) -> Activations:
-    """Compute squared_relu, and round each row of its result to FP8 as well.
-
-    x [tokens, width], contiguous
-    lora: LoRA delta of x, added to x
-    """
-    y = squared_relu(x, lora)
-    return Activations(y, quantize_rows(y))
+    return _with_fp8(F.relu(x).square(), fp8=fp8)
 
 
 @by_device
@@ -407,6 +374,10 @@ def _rms_norm(
     else:
         normed = rows.float() / (mean_squares + eps).sqrt() * weight.float()
     x.copy_(normed.view_as(x))
+
+
+def _with_fp8(y: torch.Tensor, *, fp8: bool) -> torch.Tensor | Activations:
+    return Activations(y, quantize_rows(y)) if fp8 else y
 
 
 def _normed(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from lorikeet_engine.kernels.fp8 import LARGEST, LEAST_SCALE, Activations, Fp8Rows
+from lorikeet_engine.kernels.fp8 import LARGEST, LEAST_SCALE, Activations
 from lorikeet_engine.kernels.fp8.fused import (
     divided,
     empty_rows,
@@ -41,35 +41,28 @@ def add_rms_norm(
     delta_weight: torch.Tensor | None = None,
     exchange: RowExchange | None = None,
     factor: float | None = None,
-) -> torch.Tensor:
+    *,
+    fp8: bool = False,
+) -> torch.Tensor | Activations:
     """Set x to x + scale · (delta + lora), and return x / sqrt(mean(x²) + eps) · weight.
 
     Returns x if weight is None. With delta_weight, the delta is normalised first. With an exchange,
     delta + lora is rounded to x's dtype and summed over ranks before all else. See
     kernels.pointwise.
     """
-    return _launch_add_rms_norm(
-        x, delta, weight, eps, lora, scale, delta_weight, exchange, factor, None
-    )
-
-
-def add_rms_norm_fp8(
-    x: torch.Tensor,
-    delta: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-    lora: LoraDelta | None = None,
-    scale: float = 1.0,
-    delta_weight: torch.Tensor | None = None,
-    exchange: RowExchange | None = None,
-    factor: float | None = None,
-) -> Activations:
-    """Compute add_rms_norm, and round each row of its result to FP8 in the same launch."""
-    rounded = empty_rows(x)
-    y = _launch_add_rms_norm(
-        x, delta, weight, eps, lora, scale, delta_weight, exchange, factor, rounded
-    )
-    return Activations(y, rounded)
+    tokens, width = x.shape
+    y = None if weight is None else torch.empty_like(x)
+    rounded = empty_rows(x) if fp8 else None
+    block = triton.next_power_of_2(width)
+    elements = 16 if rounded is None else 8  # of a thread: rounding takes time of its own
+    _add_rms_norm[(tokens,)](
+        x, delta, *operands(lora), *exchange_operands(exchange), delta_weight, weight, y,
+        *((None, None) if rounded is None else (rounded.rows, rounded.scales)),
+        eps, scale, factor, width, block, LARGEST, LEAST_SCALE,
+        num_warps=min(256 // elements, max(1, block // (32 * elements))),
+    )  # fmt: skip
+    y = x if y is None else y
+    return y if rounded is None else Activations(y, rounded)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, scale: float = 1.0) -> torch.Tensor:
@@ -82,53 +75,23 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, scale: float = 1
     return y
 
 
-def _launch_add_rms_norm(
-    x: torch.Tensor,
-    delta: torch.Tensor,
-    weight: torch.Tensor | None,
-    eps: float,
-    lora: LoraDelta | None,
-    scale: float,
-    delta_weight: torch.Tensor | None,
-    exchange: RowExchange | None,
-    factor: float | None,
-    rounded: Fp8Rows | None,
-) -> torch.Tensor:
-    tokens, width = x.shape
-    y = None if weight is None else torch.empty_like(x)
-    block = triton.next_power_of_2(width)
-    fp8 = (None, None) if rounded is None else (rounded.rows, rounded.scales)
-    elements = 16 if rounded is None else 8  # of a thread: rounding takes time of its own
-    _add_rms_norm[(tokens,)](
-        x, delta, *operands(lora), *exchange_operands(exchange), delta_weight, weight, y, *fp8,
-        eps, scale, factor, width, block, LARGEST, LEAST_SCALE,
-        num_warps=min(256 // elements, max(1, block // (32 * elements))),
-    )  # fmt: skip
-    return x if y is None else y
-
-
 def act_and_mul(
-    x: torch.Tensor, lora: LoraDelta | UnexpandedDelta | None = None, *, gelu: bool = False
-) -> torch.Tensor:
+    x: torch.Tensor,
+    lora: LoraDelta | UnexpandedDelta | None = None,
+    *,
+    gelu: bool = False,
+    fp8: bool = False,
+) -> torch.Tensor | Activations:
     """Compute silu(g) · u, where [g, u] = x + lora, rounded once: see kernels.pointwise."""
     if isinstance(lora, UnexpandedDelta):
-        return expand_act_and_mul(x, lora, gelu=gelu)
-    tokens, width = x.shape[0], x.shape[1] // 2
-    y = x.new_empty((tokens, width))
-    grid = (tokens, triton.cdiv(width, COLUMNS))
-    _act_and_mul[grid](x, *operands(lora), y, width, COLUMNS, gelu)
-    return y
-
-
-def act_and_mul_fp8(
-    x: torch.Tensor, lora: LoraDelta | UnexpandedDelta | None = None, *, gelu: bool = False
-) -> Activations:
-    """Compute act_and_mul, and round each row of its result to FP8."""
-    if isinstance(lora, UnexpandedDelta):
         y = expand_act_and_mul(x, lora, gelu=gelu)
-        return Activations(y, quantize_rows(y))
+        return Activations(y, quantize_rows(y)) if fp8 else y
     tokens, width = x.shape[0], x.shape[1] // 2
     y = x.new_empty((tokens, width))
+    if not fp8:
+        grid = (tokens, triton.cdiv(width, COLUMNS))
+        _act_and_mul[grid](x, *operands(lora), y, width, COLUMNS, gelu)
+        return y
     rounded = empty_rows(y)
     block = min(COLUMNS_AT_ONCE, triton.next_power_of_2(width))
     _act_and_mul_fp8[(tokens,)](
@@ -139,19 +102,17 @@ def act_and_mul_fp8(
     return Activations(y, rounded)
 
 
-def squared_relu(x: torch.Tensor, lora: LoraDelta | None = None) -> torch.Tensor:
-    """Compute max(x + lora, 0)², rounded once: see kernels.pointwise."""
+def squared_relu(
+    x: torch.Tensor, lora: LoraDelta | None = None, *, fp8: bool = False
+) -> torch.Tensor | Activations:
+    """Compute max(x + lora, 0)², rounded once, then to FP8 in another launch: see
+    kernels.pointwise.
+    """
     tokens, width = x.shape
     y = x.new_empty((tokens, width))
     grid = (tokens, triton.cdiv(width, COLUMNS))
     _squared_relu[grid](x, *operands(lora), y, width, COLUMNS)
-    return y
-
-
-def squared_relu_fp8(x: torch.Tensor, lora: LoraDelta | None = None) -> Activations:
-    """Compute squared_relu, and round each row of its result to FP8, in a launch each."""
-    y = squared_relu(x, lora)
-    return Activations(y, quantize_rows(y))
+    return Activations(y, quantize_rows(y)) if fp8 else y
 
 
 def add_weighed(
