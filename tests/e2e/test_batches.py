@@ -87,6 +87,7 @@ def test_openais_client_runs_a_batch_beside_other_requests(client: openai.OpenAI
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(7200)
 def test_kills_lose_no_line_and_double_none(service: Service, client: openai.OpenAI) -> None:
     count, numbers = KILLED_LINES, random.Random(0)
     batch_id = make(client, count)

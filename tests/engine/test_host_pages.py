@@ -419,10 +419,17 @@ def test_each_kind_of_page_comes_back_as_it_was(
 
 
 @pytest.mark.parametrize(
-    "family", ["qwen3_5_text", pytest.param("nemotron_h", marks=pytest.mark.soak)]
+    ("family", "ranks"),
+    [
+        ("qwen3_5_text", 1),
+        pytest.param("qwen3_5_text", 2, marks=pytest.mark.soak),
+        pytest.param("nemotron_h", 1, marks=pytest.mark.soak),
+    ],
 )
-def test_states_of_hybrids_come_back_as_they_were(family, tiny_checkpoints, tmp_path, always_fetch):
-    sizes = {"max_context": 96, "max_running": 2, "max_batch_tokens": 96}
+def test_states_of_hybrids_come_back_as_they_were(
+    family, ranks, tiny_checkpoints, tmp_path, always_fetch, forked_followers
+):
+    sizes = {"max_context": 96, "max_running": 2, "max_batch_tokens": 96, "tensor_parallel": ranks}
     shelf = Shelf(tmp_path / "blobs")
     checkpoint = tiny_checkpoints[family]
     roomy = build(checkpoint, shelf, tmp_path / "a", **sizes)

@@ -349,6 +349,7 @@ def ask(unchanged: Gateway) -> Iterator[Ask]:
 def keys(unchanged: Gateway) -> Keys:
     made = Keys(unchanged)
     unchanged.register("acme/support", seed=1)  # a second version
+    unchanged.catalog.pin("acme", "support", prompt="You are a clerk.", actor="test")
     for model in HIDDEN:
         made.asked[model] = made.respond(model)
     return made
