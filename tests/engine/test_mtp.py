@@ -110,7 +110,6 @@ def test_answers_are_the_same_with_and_without_the_head(
     assert on.finish == off.finish
     drafted, accepted = counts(on.engine.status())
     assert 20 < accepted < drafted - 20
-    assert all(on.outputs[n, 0][-1].timings.accepted_tokens > 0 for n in ("plain", "adapted"))
 
 
 def test_a_request_that_comes_meanwhile_waits_for_no_head(make, eager):
