@@ -102,4 +102,7 @@ def test_malformed_files_are_refused_before_anything_is_sent(
     bad.write_text("\n")
     with pytest.raises(InvalidInput, match="0 prompts"):
         read_prompts(bad)
+    bad.write_bytes(b'{"prompt": "\xff"}')
+    with pytest.raises(InvalidInput, match="is no text"):
+        read_prompts(bad)
     assert lorikeet.run("parity", folder, "--model", "x", "--dtype", "int8").exit_code == 2

@@ -45,6 +45,11 @@ def forbid_writing(request: BaseHTTPRequestHandler) -> bool:
     return request.command == "PUT" and _answer(request, 403, "AccessDenied")
 
 
+def return_other_bytes(request: BaseHTTPRequestHandler) -> bool:
+    of_test_object = request.path.rpartition("/")[2].startswith("doctor-")
+    return request.command == "GET" and of_test_object and _answer(request, 200, "Cached")
+
+
 def live_in_the_past(request: BaseHTTPRequestHandler) -> bool:
     if request.command != "HEAD":
         return False
@@ -69,6 +74,7 @@ def _answer(request: BaseHTTPRequestHandler, status: int, code: str) -> bool:
     [
         (forget_the_condition, "conditional writes", "ignores If-None-Match", "versioning"),
         (forbid_writing, "store", "PutObject is not allowed: .*s3:PutObject", "credentials"),
+        (return_other_bytes, "store", "bytes that were not written", "proxy or cache"),
         (live_in_the_past, "clock", r"differ by \d+ s", "NTP"),
     ],
 )
