@@ -6,7 +6,7 @@ tokens or of another adapter becomes a wrong token.
 
 import logging
 import threading
-from collections import Counter
+from collections import Counter, deque
 from contextlib import nullcontext
 from itertools import product
 from random import Random
@@ -315,6 +315,19 @@ def test_kept_prompts_take_half_of_the_host_and_tenants_share_it(tmp_path):
     engine.step()
     assert list(host.kept) == ["globex"]
     assert usage(engine.engine).of_prompts == 8
+
+
+def test_a_prompt_whose_state_has_no_room_takes_no_pages(tmp_path, small_pieces):
+    engine = checked(tmp_path, host_pages=2 * 40, states=True, cached_states=2)
+    states = engine.engine._cache.host_states
+    states.slots = 2  # one of them for kept prompts
+    states._free = deque(range(2))
+    keep(engine, "one", salt="acme")
+    kept = usage(engine.engine).of_prompts
+    assert kept == len(LONG) // PAGE - 1
+    keep(engine, "two", (9, *LONG[1:]), salt="acme")
+    assert engine.engine.keep_prompts(()) == ("one", "two")
+    assert usage(engine.engine).of_prompts == kept
 
 
 COUNTED = Counter()
