@@ -202,6 +202,7 @@ def both_ways_of(names: Iterable[str]) -> list[Any]:
 
 @kinds
 @pytest.mark.parametrize(("both_ways", "name"), both_ways_of(CASES), indirect=["both_ways"])
+@pytest.mark.usefixtures("both_ways")
 @groups
 def test_the_kernels_add_each_rows_adapter_of_its_expert(
     name: str, group: LoraGroup, kind: tuple[str, torch.dtype]
@@ -215,6 +216,7 @@ def test_the_kernels_add_each_rows_adapter_of_its_expert(
     both_ways_of(["shared_outer_beside_others", "long_runs_of_shared_outer"]),
     indirect=["both_ways"],
 )
+@pytest.mark.usefixtures("both_ways")
 @groups
 def test_a_shared_matrix_adds_exactly_what_its_copies_add(
     name: str, group: LoraGroup, kind: tuple[str, torch.dtype]
