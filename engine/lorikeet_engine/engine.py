@@ -25,7 +25,7 @@ from lorikeet_engine.residency.disk.cache import AdapterSource
 from lorikeet_engine.residency.tiers import Tiers
 from lorikeet_engine.sampling.grammar import Grammars, grammar_error
 from lorikeet_engine.scheduling.deadlines import Deadlines
-from lorikeet_engine.scheduling.host_pages import HostPages
+from lorikeet_engine.scheduling.host_pages import HostPageCounts, HostPages
 from lorikeet_engine.scheduling.kv_cache import KVCache
 from lorikeet_engine.scheduling.request_queue import InputProcessor, RequestQueue
 from lorikeet_engine.scheduling.scheduler import Scheduler, SchedulerLimits, StepPlan
@@ -257,7 +257,7 @@ class Engine:
             inter_token_s={tier: gaps.read() for tier, gaps in counters.inter_token_s.items()},
             tensor_parallel=self.info.tensor_parallel,
             states=_state_usage(cache.states, self._state_bytes),
-            host_pages=_host_usage(cache.host, counters.host_tokens),
+            host_pages=_host_usage(cache, counters.host_tokens),
         )
 
     def report(self) -> EngineStatus:
@@ -303,29 +303,35 @@ class Engine:
         states = StatePool(slots, s.max_running, counts) if slots else None
         host = self._host_pages(len(windows))
         self._cache = KVCache(
-            self._kv_pages, s.page_size, windows, s.max_batch_tokens, states, host
+            self._kv_pages, s.page_size, windows, s.max_batch_tokens, states, *host
         )
         costs, counters = self.info.step_costs, self._counters
         drafts = self._parts.draft_budget
         self._scheduler = Scheduler(limits, self._cache, self._tiers, costs, counters, drafts)
         self._in_flight, self._idle = None, True
 
-    def _host_pages(self, groups: int) -> HostPages | None:
+    def _host_pages(self, groups: int) -> tuple[HostPages | None, HostPages | None]:
+        """Return the slots of host memory for pages, and for states."""
         copies, costs = self._page_copies, self.info.step_costs
         if copies is None:
-            return None
+            return None, None
         copies.abandon()  # copies to pages of an earlier cache
 
         def fetch_s(size: int) -> float:
             return self._tiers.load_costs().load_s(Residency.HOST, size)
 
-        counts = self._counters.host_pages
-        return HostPages(copies.slots, copies.page_bytes, groups, counts, fetch_s, costs)
+        counts, memory = self._counters.host_pages, copies.memory
+        pages = HostPages(memory.slots, copies.page_bytes, groups, counts, fetch_s, costs)
+        if memory.states is None:
+            return pages, None
+        of_state = memory.state_slots, copies.state_bytes, 1, HostPageCounts()
+        return pages, HostPages(*of_state, fetch_s, costs)
 
     def _drop_prompts(self) -> None:
         names, self._kept_names = self._kept_names, None
-        if names is not None and self._cache.host is not None:
-            self._cache.host.keep_only(names)
+        for kept in (self._cache.host, self._cache.host_states):
+            if names is not None and kept is not None:
+                kept.keep_only(names)
 
     def _take_requests(self) -> None:
         taken = self._requests.take()
@@ -415,7 +421,8 @@ class Engine:
                 chunk = self._scheduler.verified(chunk, accepted, forced)
             tokens, logprobs = sampled.delivered(row, sequence, accepted)
             self._scheduler.written(chunk)
-            finish = sequence.accept(sampled.tokens[row + accepted])
+            predicted = sampled.predicted[row + accepted] if sampled.predicted else None
+            finish = sequence.accept(sampled.tokens[row + accepted], predicted)
         except BaseException as error:  # of the grammar, perhaps a panic in Rust: others go on
             if isinstance(error, NotFinite):
                 self._cache.forget_keys(sequence.kv.full_keys())
@@ -452,19 +459,23 @@ def _state_usage(states: StatePool | None, slot_bytes: int) -> StateUsage | None
     return StateUsage(*used, counts.restored, counts.saved, counts.evicted)
 
 
-def _host_usage(host: HostPages | None, tokens: int) -> HostPageUsage | None:
+def _host_usage(cache: KVCache, tokens: int) -> HostPageUsage | None:
+    host, states = cache.host, cache.host_states
     if host is None:
         return None
     counts = host.counts
-    used = host.used, host.slots, host.page_bytes
     return HostPageUsage(
-        *used,
+        host.used,
+        host.slots,
+        host.page_bytes,
         counts.stored,
         counts.fetched,
         counts.evicted,
         counts.damaged,
         tokens,
         host.used_by_prompts,
+        0 if states is None else states.used,
+        0 if states is None else states.slots,
     )
 
 

@@ -218,14 +218,16 @@ class TokenLogprobs:
 
 
 class DraftSource(StrEnum):
-    """Text in which drafted tokens were found (speculative decoding).
+    """Source of drafted tokens (speculative decoding).
 
     LOOKUP: the choice's own prompt and output.
     ANSWERS: recent answers to the same tenant with the same adapter.
+    MTP: the model's head for multi-token prediction.
     """
 
     LOOKUP = "lookup"
     ANSWERS = "answers"
+    MTP = "mtp"
 
 
 class DraftCounts(NamedTuple):
@@ -240,6 +242,26 @@ class DraftCounts(NamedTuple):
     accepted: int
 
 
+class DraftSums:
+    """Sums of drafted tokens over all sources, for classes with `drafts`.
+
+    drafts: numbers of drafted tokens by source; () without any.
+    """
+
+    __slots__ = ()
+    drafts: tuple[DraftCounts, ...]
+
+    @property
+    def drafted_tokens(self) -> int:
+        """Number of drafted tokens that steps have verified."""
+        return sum(counts.drafted for counts in self.drafts)
+
+    @property
+    def accepted_tokens(self) -> int:
+        """Number of drafted tokens that became output tokens."""
+        return sum(counts.accepted for counts in self.drafts)
+
+
 class MemberLoad(NamedTuple):
     """Load of one adapter of a composition (a weighted sum of adapters).
 
@@ -252,7 +274,7 @@ class MemberLoad(NamedTuple):
 
 
 @dataclass(frozen=True)
-class EngineTimings:
+class EngineTimings(DraftSums):
     """Duration of each phase of one choice until its newest token, in seconds.
 
     queued_s: from submit to the first step.
@@ -277,16 +299,6 @@ class EngineTimings:
     steps: int = 0
     drafts: tuple[DraftCounts, ...] = ()
     members: tuple[MemberLoad, ...] = ()
-
-    @property
-    def drafted_tokens(self) -> int:
-        """Number of drafted tokens that steps have verified."""
-        return sum(counts.drafted for counts in self.drafts)
-
-    @property
-    def accepted_tokens(self) -> int:
-        """Number of drafted tokens that became tokens of the choice."""
-        return sum(counts.accepted for counts in self.drafts)
 
 
 @dataclass(frozen=True, slots=True)

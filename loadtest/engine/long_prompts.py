@@ -19,14 +19,24 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from loadtest.engine import harness
-from loadtest.engine.offline import request_of
-from loadtest.engine.step_costs import ADAPTERS, CHECKED, LONG_CONTEXTS
+from loadtest.engine.offline import Work, request_of
+from loadtest.engine.random_engine import SETTINGS as USUAL
+from lorikeet_engine.device.memory import MemoryShare
 from lorikeet_engine.engine import Engine
 from lorikeet_engine.request import Failed, Request
 from lorikeet_engine.scheduling.step_budget import StepBudget
 
 GOAL_S = 0.04
-SETTINGS = replace(LONG_CONTEXTS, inter_token_goal_s=GOAL_S)
+# The product's defaults: whole contexts, and all the KV pages that fit.
+SETTINGS = replace(
+    USUAL,
+    max_context=None,
+    max_batch_tokens=2048,
+    kv_bytes=MemoryShare(0.9),
+    inter_token_goal_s=GOAL_S,
+)
+ADAPTERS = 32  # with room for adapters, the cost of ranks is measured too
+CHECKED = Work("base", 256, 8, requests=8)
 _SHORT, _EVERY_S = 20, 0.25  # tokens of a short prompt, and seconds between two of them
 _WARM_TOKENS = 8  # tokens of each stream before prompts come
 

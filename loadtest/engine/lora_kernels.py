@@ -32,6 +32,7 @@ from lorikeet_engine.kernels.lora.linear import (
     begin_step,
     linear_with_lora,
     linear_with_lora_before_act,
+    rows_of,
 )
 from lorikeet_engine.kernels.lora.reference import add_lora
 from lorikeet_engine.kernels.lora.types import LoraGroup, LoraWeights, Segments
@@ -223,7 +224,8 @@ def _check(weights: LoraWeights, segments: Segments, row: Row, device: torch.dev
         _assert_close(delta.rows, want, f"{row}, {group}: the delta")
         if name == "gate_up":
             gates, values = want.chunk(2, dim=1)
-            got = act_and_mul(*linear_with_lora_before_act(x, weight, None, step, layer, group))
+            parts = linear_with_lora_before_act(x, weight, None, step, layer, group)
+            got = rows_of(act_and_mul(*parts))
             _assert_close(got, torch.nn.functional.silu(gates) * values, f"{row}: the gate")
     torch.use_deterministic_algorithms(False)
 

@@ -23,8 +23,9 @@ def write_checkpoint(folder: Path, config: Mapping[str, Any], device: torch.devi
     The numbers are those of a RandomCheckpoint on that device. Files of a finished call are kept.
     """
     if not (folder / INDEX).exists():
-        shards = _Shards(write_config(folder, config), device)
-        LlamaModel(ModelConfig.from_folder(folder), shards)
+        parsed = ModelConfig.from_folder(write_config(folder, config))
+        shards = _Shards(folder, device, parsed.sigmoid_scale or 1.0)
+        LlamaModel(parsed, shards)
         shards.close()
     return folder
 
@@ -32,8 +33,8 @@ def write_checkpoint(folder: Path, config: Mapping[str, Any], device: torch.devi
 class _Shards(RandomCheckpoint):
     """Checkpoint that writes each tensor that a model reads to files; returns meta tensors."""
 
-    def __init__(self, folder: Path, device: torch.device) -> None:
-        super().__init__(device, torch.bfloat16)
+    def __init__(self, folder: Path, device: torch.device, routed_scale: float) -> None:
+        super().__init__(device, torch.bfloat16, routed_scale=routed_scale)
         self.folder = folder
         self._shard: dict[str, torch.Tensor] = {}
         self._written: list[list[str]] = []  # names in each shard

@@ -17,8 +17,7 @@ from lorikeet_engine.adapter_format import (
 )
 from lorikeet_engine.kernels.fp8 import DTYPE, LARGEST, Fp8Rows
 from lorikeet_engine.kernels.lora.linear import FusedWeight
-from lorikeet_engine.kernels.moe import Mxfp4Experts
-from lorikeet_engine.kernels.moe.mxfp4 import BLOCK, BLOCKS, SCALE_OFFSET
+from lorikeet_engine.kernels.moe.mxfp4 import BLOCK, BLOCKS, SCALE_OFFSET, Mxfp4Experts
 from lorikeet_engine.kernels.w4a16 import PackedWeight, StackedWeight, pack
 from lorikeet_engine.kernels.w4a16 import stack as stacked
 from lorikeet_engine.models.checkpoint import Checkpoint
@@ -390,11 +389,11 @@ class RandomCheckpoint(Checkpoint):
     Rounding must not decide what a model computes, or two ways of computing it could not be
     compared. So where attention divides scores by nothing, the norms of queries do, as scores as
     large as a head is wide would choose one token each; and experts add little (_OF_EXPERTS), as
-    the last expert that a token chooses is often hardly likelier than the next.
+    the last expert that a token chooses is often hardly likelier than the next. A factor of the
+    experts' sum (routed_scaling_factor) is divided out of their weights, or it would undo this.
 
     A tensor's numbers depend on its name and dtype alone, before any rounding. Each linear is
-    rounded as
-    soon as it is drawn: beside the model, the device holds one linear in floats.
+    rounded as soon as it is drawn: beside the model, the device holds one linear in floats.
     """
 
     has_head = True
@@ -409,6 +408,7 @@ class RandomCheckpoint(Checkpoint):
         block: tuple[int, int] | None = None,
         packed: QuantizedLinears | None = None,
         attention_scale: float | None = None,
+        routed_scale: float = 1.0,
     ) -> None:
         """Begin a checkpoint whose tensors are drawn when they are read.
 
@@ -418,6 +418,7 @@ class RandomCheckpoint(Checkpoint):
         block: rows and columns of a linear that share a scale in FP8; None: one scale a row.
         packed: format of 4 bits in which weights are drawn and stay; None: they are floats.
         attention_scale: factor of attention scores; None: 1 / √head_dim.
+        routed_scale: factor of the sum of a token's experts.
         """
         self.device = device
         self.shard = shard
@@ -432,7 +433,7 @@ class RandomCheckpoint(Checkpoint):
         self.packs_linears = packed is not None and not of_experts
         self.packs_experts = of_experts
         self._packed_format = packed
-        self._attention_scale = attention_scale
+        self._attention_scale, self._routed_scale = attention_scale, routed_scale
         self._random = torch.Generator(device)
 
     def _read(self, names: Sequence[str], cuts: Sequence[Cut]) -> torch.Tensor:
@@ -489,7 +490,7 @@ class RandomCheckpoint(Checkpoint):
         self._random.manual_seed(self._seed + zlib.crc32(name.encode()))
         experts, d_in, _ = shape
         sides = sum(map(len, rows)), len(columns)
-        weight = random_mxfp4(experts, *sides, _share(name) * d_in**-0.5, self._random)
+        weight = random_mxfp4(experts, *sides, self._share(name) * d_in**-0.5, self._random)
         self.nbytes += weight.nbytes
         return weight
 
@@ -505,7 +506,12 @@ class RandomCheckpoint(Checkpoint):
 
     def deviation(self, name: str, cut: Cut) -> float:
         """Return the standard deviation of a matrix's numbers."""
-        return _share(name) * cut.shape[1] ** -0.5
+        return self._share(name) * cut.shape[1] ** -0.5
+
+    def _share(self, name: str) -> float:
+        """Return the size of a linear's output, as a share of its input's."""
+        of_experts = ".experts." in name and "down_proj" in name
+        return _OF_EXPERTS / self._routed_scale if of_experts else 1.0
 
     def floats(self, _name: str) -> torch.Tensor:
         """Return the factor of hidden states behind a layer: 1."""
@@ -528,11 +534,6 @@ class RandomCheckpoint(Checkpoint):
     def __contains__(self, _name: str) -> bool:
         """Return False: no tensor holds several linears, or scales of keys and values."""
         return False
-
-
-def _share(name: str) -> float:
-    """Return the size of a linear's output, as a share of its input's."""
-    return _OF_EXPERTS if ".experts." in name and "down_proj" in name else 1.0
 
 
 def random_mxfp4(
@@ -561,6 +562,7 @@ def random_model(
     ranks: RankGroup | None = None,
     *,
     packed: bool = False,
+    mtp: bool = False,
 ) -> LlamaModel:
     """Build the model of a folder that holds config.json alone, with random weights.
 
@@ -568,8 +570,11 @@ def random_model(
     rounding: format to which linears are rounded, unless the config names one.
     ranks: processes that share the model, of which this is one; None: no other.
     packed: whether weights stay in the 4 bits of the format that the config names.
+    mtp: whether the model has a head for multi-token prediction.
     """
     config = ModelConfig.from_folder(folder, max_context)
+    if mtp:
+        config = config.with_mtp()
     shard = WHOLE if ranks is None else ranks.shard
     stored = config.quantized_linears
     block = None
@@ -578,7 +583,7 @@ def random_model(
     kept = stored if packed else None
     checkpoint = RandomCheckpoint(
         device, dtype, rounding, shard=shard, block=block, packed=kept,
-        attention_scale=config.attention_scale,
+        attention_scale=config.attention_scale, routed_scale=config.sigmoid_scale or 1.0,
     )  # fmt: skip
     return LlamaModel(config, checkpoint, ranks)
 

@@ -44,12 +44,10 @@ class AdapterWeights:
 
     linears: names of the adapted linears.
     layers: number of adapted layers, from the first; None: all.
-    dtype: dtype of the stored matrices.
     """
 
     linears: Sequence[str] = LINEARS
     layers: int | None = None
-    dtype: torch.dtype = torch.bfloat16
 
 
 EVERY_LINEAR = AdapterWeights()
@@ -72,11 +70,6 @@ class FilledCatalog:
 def model_name(adapter: int) -> str:
     """Return the model name of an adapter in requests."""
     return f"{TENANT}/a{adapter}"
-
-
-def number_of(model: str) -> int:
-    """Return the number of an adapter: 12 for `bench/a12` or `bench/a12@1`."""
-    return int(model.removeprefix(f"{TENANT}/a").partition("@")[0])
 
 
 def fill_catalog(
@@ -154,8 +147,8 @@ def _save_matrices(folder: Path, shape: BaseShape, rank: int, weights: AdapterWe
             path = f"base_model.model.{shape.linears[index].path(layer)}"
             a = torch.randn(rank, d_in, generator=random) * d_in**-0.5
             b = torch.randn(d_out, rank, generator=random) * (_DELTA * rank**-0.5)
-            tensors[f"{path}.lora_A.weight"] = a.to(weights.dtype)
-            tensors[f"{path}.lora_B.weight"] = b.to(weights.dtype)
+            tensors[f"{path}.lora_A.weight"] = a.bfloat16()
+            tensors[f"{path}.lora_B.weight"] = b.bfloat16()
     folder.mkdir(parents=True)
     save_file(tensors, folder / WEIGHTS_FILE)
 

@@ -17,11 +17,11 @@ import traceback
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
-from typing import Any
 
 from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.records import BlobFacts
 from lorikeet.catalog.store.object_store import ObjectStore, open_store
+from lorikeet.catalog.store.s3 import S3Store
 from lorikeet.errors import Conflict
 
 TENANTS = ("acme", "globex")
@@ -50,7 +50,7 @@ def main(url: str, folder: Path, writers: int, seconds: float, kills: int) -> No
     sys.exit(any(statuses))
 
 
-def prepare(store: Any) -> None:
+def prepare(store: ObjectStore) -> None:
     """Register two versions of each adapter; also initializes the client before the forks."""
     AdapterCatalog.init(store)
     catalog = AdapterCatalog(store)
@@ -64,8 +64,9 @@ def prepare(store: Any) -> None:
                     blob.write(data)
                     blob.flush()
                     catalog.register(tenant, name, Path(blob.name), facts, actor="ann")
-    for client in (store._client, store._long_timeout_client):  # no two processes on one connection
-        client._endpoint.http_session.close()
+    if isinstance(store, S3Store):  # no two processes on one connection
+        for client in (store._client, store._long_timeout_client):
+            client._endpoint.http_session.close()  # type: ignore[attr-defined]
 
 
 def _start(store: ObjectStore, folder: Path, name: str) -> int:

@@ -1,10 +1,6 @@
 """A writer that crashes at any point leaves a catalog that can be read and changed."""
 
 import hashlib
-import random
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +12,6 @@ from lorikeet.catalog.records import BlobFacts
 from lorikeet.catalog.store.local import LocalStore
 from lorikeet.catalog.store.object_store import ObjectStore
 from tests.catalog.crashing_store import Crash, Mortal
-
-WRITER = Path(__file__).with_name("one_writer.py")
 
 
 def check(store: ObjectStore, at_least: set[tuple[int, str]]) -> None:
@@ -61,31 +55,3 @@ def test_a_crash_between_any_two_steps_loses_nothing(tmp_path: Path, after: bool
         check(store, promised)
 
     assert crashes >= 7  # what there is to read, the blob, the commit
-
-
-def test_killed_writers_lose_nothing(
-    catalog: AdapterCatalog, store_url: str, store: ObjectStore, tmp_path: Path
-) -> None:
-    chance = random.Random(7)
-    promised: set[tuple[int, str]] = set()
-    for round_number in range(5):
-        writer = subprocess.Popen(
-            [sys.executable, str(WRITER), store_url, f"w{round_number}", "100000"],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert writer.stdout is not None
-        assert writer.stdout.readline() == "ready\n"
-        lines = [writer.stdout.readline() for _ in range(chance.randrange(6))]
-        time.sleep(chance.uniform(0.0, 0.02))
-        writer.kill()
-        lines += writer.communicate()[0].splitlines(keepends=True)
-        promised |= {
-            (int(number), digest)
-            for number, digest in (line.split() for line in lines if line.endswith("\n"))
-        }
-        check(store, promised)
-
-    assert promised
-
-    check(store, promised | {register(store, tmp_path, b"after the crashes")})

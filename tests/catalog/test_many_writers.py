@@ -1,6 +1,6 @@
 """Sixteen writers at once, and writers killed at any point: no change is lost or doubled.
 
-On MiniStack, or whatever server the fixture s3_bucket is told to use.
+In a folder, and on MiniStack or whatever server the fixture s3_bucket is told to use.
 """
 
 import subprocess
@@ -37,9 +37,11 @@ class Done:
     conflicts: int = 0
 
 
-@pytest.fixture
-def url(s3_bucket: str) -> str:
-    return f"{s3_bucket}/{uuid.uuid4().hex}"
+@pytest.fixture(params=["folder", "bucket"])
+def url(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
+    if request.param == "folder":
+        return str(tmp_path_factory.mktemp("catalog") / "store")
+    return f"{request.getfixturevalue('s3_bucket')}/{uuid.uuid4().hex}"
 
 
 @pytest.mark.parametrize(

@@ -122,9 +122,9 @@ def test_replicas_of_several_gpus_are_counted_in_gpus_too(tmp_path: Path) -> Non
 
 
 def test_a_kv_cache_of_few_tokens_needs_more_replicas(tmp_path: Path) -> None:
-    long = FILE.replace("{ prompt = [60, 120], answer = [30, 60] }", "{ prompt = [3000, 3500], ")
-    long = long.replace("3500], ", "3500], answer = [900, 1000] }").replace("= 45", "= 900")
-    few = long.replace("[memory]", "[memory]\nkv_tokens = 16_000")
+    long = FILE.replace("[60, 120], answer = [30, 60]", "[1000, 1100], answer = [200, 220]")
+    long = long.replace("_per_s = 8", "_per_s = 4").replace("= 45", "= 900")
+    few = long.replace("[memory]", "[memory]\nkv_tokens = 8192")
     told, less = (json.loads(run(written(tmp_path, text), "--json").stdout) for text in (few, long))
     assert told["replicas"] > less["replicas"]
 

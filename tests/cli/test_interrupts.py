@@ -105,9 +105,7 @@ SLOW_IMPORT = "import pathlib, time; pathlib.Path('deaf').touch(); time.sleep(60
 
 
 def test_ctrl_c_ends_the_checks_too(tmp_path: Path) -> None:
-    (tmp_path / "torch.py").write_text(
-        "import pathlib, time; pathlib.Path('deaf').touch(); time.sleep(60)"
-    )
+    (tmp_path / "torch.py").write_text(SLOW_IMPORT)
     script = STAGE.format(number=int(signal.SIGINT), prepare="pass", check="None")
     (tmp_path / "stage.py").write_text(script.replace("run._check = lambda _: None", ""))
     begun_s = time.monotonic()

@@ -15,7 +15,7 @@ from lorikeet_engine.adapter import Residency
 from lorikeet_engine.telemetry.status import AdapterStatus
 from tests.cli.conftest import Lorikeet
 from tests.cli.peft_folders import peft_folder
-from tests.placement.builders import held, report
+from tests.placement.builders import report
 
 README = Path(__file__).parents[2] / "README.md"
 
@@ -88,17 +88,6 @@ def pins_of(lorikeet: Lorikeet) -> dict[str, dict[str, Any]]:
     return {pin["adapter"] or pin["tenant"]: pin for pin in listed}
 
 
-def test_a_pin_is_met_once_every_replica_has_it(registered: Lorikeet) -> None:
-    registered.do("pin", "acme/support")
-    registered.engines.said = [replica("r1", 2**20), replica("r2", 2**20)]
-    assert pins_of(registered)["acme/support"]["state"] == "loading"
-    ref = registered.catalog.reader.state.resolve("acme/support", "acme")
-    there = held(ref, Residency.GPU, 512, pinned=True)
-    registered.engines.said = [replica("r1", 2**20, there), replica("r2", 2**20, there)]
-    assert pins_of(registered)["acme/support"]["state"] == "met"
-    assert "Pins: 1 met" in registered.do("status")
-
-
 def test_a_pin_that_does_not_fit_is_unmet_with_a_reason(
     registered: Lorikeet, tmp_path: Path
 ) -> None:
@@ -150,29 +139,6 @@ def test_a_dry_run_lists_moves_and_changes_nothing(registered: Lorikeet, tmp_pat
     assert "Would load 2 images, 1.0 KiB. Nothing was changed." in said
     assert "Other pins would no longer be met:" in said
     assert registered.catalog.reader.refresh() is before
-
-
-def test_a_dry_run_lists_adapters_that_do_not_fit(registered: Lorikeet) -> None:
-    registered.engines.said = [replica("r1", 100)]
-    said = " ".join(registered.do("pin", "acme/support", "--dry-run").split())
-    assert "Would load 0 images" in said
-    assert "it takes 512 bytes, and earlier pins leave at most 100 on gpu" in said
-
-
-def test_a_pin_above_the_tenants_budget_is_refused_with_the_numbers(registered: Lorikeet) -> None:
-    budget = ("tenants", "limit", "acme", "--pinned-bytes")
-    assert "511 B" in registered.do(*budget, "511")
-    for words in (["pin", "acme/support"], ["pin", "acme"], ["pin", "acme", "--dry-run"]):
-        result = registered.run(*words)
-        assert result.exit_code == 3
-        assert "would take 512 bytes" in result.stderr
-        assert "its budget is 511" in result.stderr
-    registered.do(*budget, "1KiB")
-    registered.do("pin", "acme")
-    registered.do(*budget, "100")
-    assert "tenant's budget of 100" in pins_of(registered)["acme"]["shortfalls"][0]["reason"]
-    registered.do(*budget, "none")
-    registered.do("pin", "acme/support")
 
 
 @pytest.mark.parametrize("target", ["acme@prod", "acme/", "/support", "acme/support@", "Acme"])

@@ -57,14 +57,11 @@ def run(folder: Path, service: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_it_greets_once_every_base_model_is_served(tmp_path: Path) -> None:
+def test_it_greets_once_every_base_model_is_served_and_reports_an_end_without_a_signal(
+    tmp_path: Path,
+) -> None:
     done = run(tmp_path, SERVICE)
-    assert done.stdout == "registers\ngreets\n"
-
-
-def test_a_service_that_ends_without_a_signal_exits_with_an_error(tmp_path: Path) -> None:
-    done = run(tmp_path, SERVICE)
-    assert done.returncode == 1
+    assert (done.returncode, done.stdout) == (1, "registers\ngreets\n")
     assert "The service has ended by itself" in done.stderr
 
 

@@ -389,6 +389,10 @@ def own_head(file: Path) -> None:
     save_file(tensors | {"lm_head.weight": -tensors["model.embed_tokens.weight"]}, file)
 
 
+def no_modules(file: Path) -> None:
+    file.write_text("[]")
+
+
 def too_hot(file: Path) -> None:
     file.write_text(json.dumps({"temperature": 2.5}))
 
@@ -412,6 +416,7 @@ def too_hot(file: Path) -> None:
         ("tokenizer.json", Path.unlink, PROBLEM, "no tokenizer.json", "save_pretrained"),
         ("chat_template.jinja", Path.unlink, WARNING, "no chat template", r"chat_template\.jinja"),
         ("generation_config.json", too_hot, PROBLEM, "temperature: ", "GENERATION_CONFIG=none"),
+        ("modules.json", no_modules, WARNING, "embeds no texts: modules.json", "remove the file"),
     ],
 )
 def test_a_faulty_model_folder_is_found_with_its_fix(

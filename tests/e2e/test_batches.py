@@ -1,4 +1,7 @@
-"""Batches on the real service, in which processes are killed: each line is answered once."""
+"""Batches on the real service, in which processes are killed: each line is answered once.
+
+BATCH_LINES: lines of the batch during which each part is killed, 10,000 by default.
+"""
 
 import json
 import os
@@ -18,6 +21,7 @@ from tests.waiting import eventually
 
 MODEL = "quillon/reverse"
 CHAT = "/v1/chat/completions"
+KILLED_LINES = int(os.environ.get("BATCH_LINES", "10000"))
 
 
 @pytest.fixture
@@ -83,8 +87,9 @@ def test_openais_client_runs_a_batch_beside_other_requests(client: openai.OpenAI
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(7200)
 def test_kills_lose_no_line_and_double_none(service: Service, client: openai.OpenAI) -> None:
-    count, numbers = 10_000, random.Random(0)
+    count, numbers = KILLED_LINES, random.Random(0)
     batch_id = make(client, count)
     done = 0
     for part in ("replica", "gateway", "controller", "engine", "gateway"):

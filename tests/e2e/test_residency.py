@@ -111,11 +111,10 @@ def test_promote_and_rollback_change_the_answer_within_5_s(service, tmp_path):
     assert eventually(lambda: says("PENCIL"), within_s=5)
 
 
-PROMPT = "You are a clerk of the parcel service Quillon. " * 6
-
-
 @pytest.mark.parametrize("event", ["push", pytest.param("start", marks=pytest.mark.soak)])
 def test_a_pins_prompt_is_computed_before_its_first_user_asks(service, tmp_path, event):
+    prompt = f"Before the {event}, you are a clerk of the parcel service. " * 6
+
     def pin() -> dict[str, int]:
         (found,) = service.admin("GET", "/pins").raise_for_status().json()["data"]
         return found["prompt"]
@@ -124,7 +123,7 @@ def test_a_pins_prompt_is_computed_before_its_first_user_asks(service, tmp_path,
         answer = service.client(UPPER.tenant).chat.completions.create(
             model=model,
             messages=[
-                {"role": "system", "content": PROMPT},
+                {"role": "system", "content": prompt},
                 {"role": "user", "content": "pencil"},
             ],
             max_tokens=1,
@@ -136,7 +135,7 @@ def test_a_pins_prompt_is_computed_before_its_first_user_asks(service, tmp_path,
     versions = f"/adapters/{model}/versions"
     service.admin("PUT", versions, content=blob_of(REVERSE, tmp_path)).raise_for_status()
     assert cached_tokens() == 0
-    service.admin("PUT", f"/pins/{model}", json={"prompt": PROMPT}).raise_for_status()
+    service.admin("PUT", f"/pins/{model}", json={"prompt": prompt}).raise_for_status()
     try:
         assert eventually(lambda: pin()["computed"] == REPLICAS, within_s=30)
         if event == "push":

@@ -14,8 +14,8 @@ from demo.tasks import TASKS
 from lorikeet.catalog.reader import CatalogReader
 from lorikeet.catalog.store.object_store import open_store
 from lorikeet.protocol.messages import AnswerHeader, Attempt, Call, EncodedCall, Endpoint
+from lorikeet.routing.fleet import fleet_of
 from lorikeet.serving.engine_client import ServeEngineClient
-from lorikeet.serving.fleet_registry import fleet_of
 from lorikeet.serving.request_router import routing_request_of
 from lorikeet_engine.adapter import Residency
 from lorikeet_engine.request import SamplingParams

@@ -29,7 +29,7 @@ from lorikeet_engine.request import (
 )
 from lorikeet_engine.residency import loader, requested_adapters, tiers
 from lorikeet_engine.scheduling.draft_budget import MOST_DRAFTED
-from lorikeet_engine.scheduling.host_pages import Fetch
+from lorikeet_engine.scheduling.host_pages import Fetch, HostPages
 from lorikeet_engine.scheduling.sequence import Sequence, SequenceStatus
 from tests.engine.blobs import Shelf
 from tests.engine.hash_model import PAGE, SHAPE, build, predict, predict_scores, shift_of
@@ -275,20 +275,17 @@ class CheckedEngine:
         """Check that each slot on the host is free, has one page, or is read by a fetch; return the
         fetches under way.
         """
-        host, copies = self.engine._cache.host, self.engine._page_copies
-        if host is None or copies is None:
+        cache, copies = self.engine._cache, self.engine._page_copies
+        if cache.host is None or copies is None:
             return []
         under_way = list(copies._under_way)
-        assert host._holds == Counter(chain.from_iterable(each.arriving for each in under_way))
-        assert host._fetching == host._holds.total()
-        assert set(self.engine._cache._arriving.values()) == set(under_way)
-        assert sorted({*host._free, *host._pages, *host._holds}) == list(range(host.slots))
-        assert len(host._free) + len({*host._pages, *host._holds}) == host.slots
-        assert host._of_tenants == Counter(page.tenant for page in host._pages.values())
-        found = {slot: key for pages in host.pages_of for key, slot in pages.items()}
-        assert found == {slot: page.key for slot, page in host._pages.items()}
-        assert not host.to_store
-        assert not host.to_fetch
+        assert set(cache._arriving.values()) == set(under_way)
+        assert not cache.host.to_fetch
+        arriving = Counter(chain.from_iterable(each.arriving for each in under_way))
+        _check_slots(cache.host, arriving)
+        if cache.host_states is not None:
+            states = [each.state.copy.slot for each in under_way if each.state is not None]
+            _check_slots(cache.host_states, Counter(states))
         return under_way
 
     def _check_states(self, running: list[Sequence]) -> None:
@@ -298,6 +295,9 @@ class CheckedEngine:
             return
         owned = [slot for s in running for slot in (s.kv.state, *s.kv.saving.values())]
         owned += [s.kv.backup for s in running if s.kv.backup is not None]
+        copies = self.engine._page_copies
+        fetches = copies._under_way if copies is not None else ()
+        owned += [each.state.copy.page for each in fetches if each.state is not None]
         held = {s.kv.restore for s in running} - {None}
         assert len({*owned, *held}) == len(owned) + len(held)
         assert pool.free + len(owned) + len(held) == self.engine._runner.state_slots
@@ -316,3 +316,18 @@ def _content(sequence: Sequence, group: int, end: int) -> tuple[object, ...]:
     tokens = tuple(sequence.tokens[:end])
     assert len(tokens) == end, "a page is shared that is not full of read tokens"
     return group, sequence.request.salt, sequence.request.adapter, tokens
+
+
+def _check_slots(host: HostPages, arriving: Counter[int]) -> None:
+    """Check that each slot on the host is free, has one page, or is read by a fetch.
+
+    arriving: number of fetches that read each slot.
+    """
+    assert host._holds == arriving
+    assert host._fetching == host._holds.total()
+    assert sorted({*host._free, *host._pages, *host._holds}) == list(range(host.slots))
+    assert len(host._free) + len({*host._pages, *host._holds}) == host.slots
+    assert host._of_tenants == Counter(page.tenant for page in host._pages.values())
+    found = {slot: key for pages in host.pages_of for key, slot in pages.items()}
+    assert found == {slot: page.key for slot, page in host._pages.items()}
+    assert not host.to_store

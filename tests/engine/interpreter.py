@@ -12,14 +12,19 @@ import torch
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICES = ["cpu"] if INTERPRETED else [pytest.param("cuda", marks=pytest.mark.gpu)]
-KINDS = (
-    [("cpu", torch.float32), ("cpu", torch.float16)]
-    if INTERPRETED
-    else [
-        pytest.param(("cuda", dtype), marks=pytest.mark.gpu)
-        for dtype in (torch.bfloat16, torch.float32)
-    ]
-)
+
+
+def kinds(*dtypes: torch.dtype) -> list[Any]:
+    """Pair the device with dtypes: with these on a GPU, else with those that the interpreter has.
+
+    The interpreter cuts digits of bfloat16 off where a GPU rounds.
+    """
+    if INTERPRETED:
+        return [("cpu", torch.float32), ("cpu", torch.float16)]
+    return [pytest.param(("cuda", dtype), marks=pytest.mark.gpu) for dtype in dtypes]
+
+
+KINDS = kinds(torch.bfloat16, torch.float32)
 
 
 def slow(*cases: object) -> list[Any]:

@@ -6,6 +6,7 @@ from copy import deepcopy
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import peft
 import torch
@@ -54,7 +55,13 @@ def save_adapter(checkpoint: Path, folder: Path, seed: int = 0, **lora: Any) -> 
                 weight.data += torch.randn_like(weight) / 10
             if "trainable_tokens_delta" in name or "modules_to_save" in name:
                 weight.data += torch.randn_like(weight) * weight.std()
-    model.save_pretrained(folder)
+    return _saved(model, folder)
+
+
+def _saved(model: Any, folder: Path) -> Path:
+    """Save a PEFT model without its model card, which would take longer than the weights."""
+    with patch.object(model, "create_or_update_model_card"):
+        model.save_pretrained(folder)
     return folder
 
 
@@ -77,8 +84,7 @@ def save_embedder(checkpoint: Path, folder: Path, seed: int = 0, **lora: Any) ->
         for name, weight in model.named_parameters():
             if "lora_B" in name:
                 weight.data.normal_(0.0, 0.1)
-    model.save_pretrained(folder)
-    return folder
+    return _saved(model, folder)
 
 
 def classifier(checkpoint: Path, labels: int) -> Any:
@@ -102,8 +108,7 @@ def save_head(checkpoint: Path, folder: Path, labels: int, seed: int = 0, **lora
                 weight.data.normal_(0.0, 0.1)
             if "modules_to_save" in name:
                 weight.data.normal_(0.0, 0.5)
-    model.save_pretrained(folder)
-    return folder
+    return _saved(model, folder)
 
 
 def invoking(ids: list[int], invocation: Sequence[int]) -> list[int]:

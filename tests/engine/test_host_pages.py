@@ -18,11 +18,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lorikeet_engine.errors import SettingsError
-from lorikeet_engine.execution import page_copies
-from lorikeet_engine.execution.page_copies import CudaRankPages, PageCopies, RankPages
+from lorikeet_engine.execution import batch_builder, page_copies
+from lorikeet_engine.execution.page_copies import (
+    CudaRankPages,
+    PageCopies,
+    RankMemory,
+    RankPages,
+    page_words,
+)
 from lorikeet_engine.parallel.followers import RankCopies
 from lorikeet_engine.request import SamplingParams
 from lorikeet_engine.scheduling.host_pages import Fetch, HostPages, PageCopy
+from lorikeet_engine.scheduling.kv_cache import KVCache
 from tests.engine.blobs import Shelf
 from tests.engine.checked_engine import GOOD, OTHER, CheckedEngine
 from tests.engine.engine_driver import Answers, build, greedy, nothing_is_held, prompt
@@ -39,6 +46,13 @@ ONE, SHORT = SamplingParams(1, temperature=0.0), SamplingParams(2, temperature=0
 @pytest.fixture
 def always_fetch(monkeypatch):
     monkeypatch.setattr(HostPages, "pays", lambda *_: True)
+
+
+@pytest.fixture
+def small_pieces(monkeypatch):
+    """Save states behind each page, as kernels with chunks of a page would."""
+    monkeypatch.setattr(KVCache, "state_piece", PAGE)
+    monkeypatch.setattr(batch_builder, "CHUNK", PAGE)
 
 
 def checked(folder, *, host_pages=40, kv_pages=12, **more):
@@ -220,11 +234,40 @@ def test_a_host_without_memory_serves_as_without_the_setting(tmp_path, monkeypat
     assert answer(engine) == answer(engine, (9, *LONG[1:]))
 
 
-def test_a_model_with_states_computes_prefixes_again_and_says_so(tmp_path, caplog):
-    with caplog.at_level(logging.WARNING):
-        engine = checked(tmp_path, states=True)
-    assert [record.msg for record in caplog.records] == ["kv_pages_not_on_host"]
-    assert usage(engine.engine) is None
+def test_a_prefix_comes_back_with_its_state(tmp_path, always_fetch, small_pieces):
+    engine = checked(tmp_path, states=True, cached_states=2)
+    computed = answer(engine)
+    push_out(engine)
+    assert answer(engine) <= computed - len(LONG) + PAGE
+    found = usage(engine.engine)
+    assert found.fetched == len(LONG) // PAGE - 1
+    assert found.tokens == len(LONG) - PAGE
+
+
+def test_a_damaged_state_is_computed_again(tmp_path, always_fetch, small_pieces):
+    engine = checked(tmp_path, states=True, cached_states=2)
+    computed = answer(engine)
+    push_out(engine)
+    engine.engine._page_copies.memory.states._host[:, 0] ^= 1
+    assert answer(engine) == computed
+    assert usage(engine.engine).fetched == 0
+
+
+def test_a_preempted_answer_goes_on_from_its_pages_on_the_host(tmp_path, always_fetch):
+    def computed(host_pages):
+        engine = checked(tmp_path / str(host_pages), host_pages=host_pages)
+        for first in (1, 2):
+            tokens = (first, *LONG[1:17])
+            engine.submit(tokens, sampling=SamplingParams(26, temperature=0.0), salt=str(first))
+        engine.drain_requests()
+        assert engine.engine.status().preemptions > 0
+        return engine.model.tokens, usage(engine.engine)
+
+    again, without = computed(0)
+    once, found = computed(40)
+    assert without is None
+    assert found.fetched > 0
+    assert once == again - found.fetched * PAGE
 
 
 def keep(engine, name, tokens=LONG, **more):
@@ -283,16 +326,19 @@ COUNTED = Counter()
     room=st.sampled_from((40, 3)),
     windows=st.sampled_from((WHOLE, WINDOWED)),
     overlap=st.booleans(),
+    states=st.sampled_from((False, False, True)),
 )
-def churn(folder, seed, host_pages, room, windows, overlap):
+def churn(folder, seed, host_pages, room, windows, overlap, states):
     """Answer random requests while pages come and go, some damaged."""
     chance = Random(seed)
     engine = checked(
         folder / str(chance.random()),
-        host_pages=host_pages,
+        host_pages=host_pages << states,  # half of the memory is for states
         kv_pages=chance.randrange(12, 30),
-        windows=windows,
+        windows=WHOLE if states else windows,
         overlap=overlap,
+        states=states,
+        cached_states=2,
         adapter_gpu_bytes=2 * 512,
         max_batch_adapters=2,
     )
@@ -318,14 +364,19 @@ def churn(folder, seed, host_pages, room, windows, overlap):
     host = engine.engine._cache.host
     assert host.used_by_prompts <= sum(map(len, host.kept.values())) <= host.slots
     COUNTED.update(usage(engine.engine)._asdict(), preempted=engine.engine.status().preemptions)
+    if states:
+        COUNTED.update(states_fetched=engine.engine._cache.host_states.counts.fetched)
     engine.engine.close()
 
 
 @pytest.mark.parametrize("examples", [3, pytest.param(40, marks=pytest.mark.soak)])
-def test_answers_are_the_same_while_pages_come_and_go(examples, tmp_path, always_fetch):
+def test_answers_are_the_same_while_pages_come_and_go(
+    examples, tmp_path, always_fetch, small_pieces
+):
     COUNTED.clear()
     settings(max_examples=examples, deadline=None, derandomize=True)(churn)(tmp_path)
-    for event in ("fetched", "evicted", "damaged", "preempted", "of_prompts"):
+    rare = ("damaged", "preempted", "of_prompts", "states_fetched") if examples > 3 else ()
+    for event in ("fetched", "evicted", *rare):
         assert COUNTED[event] > 0, COUNTED
 
 
@@ -367,6 +418,32 @@ def test_each_kind_of_page_comes_back_as_it_was(
     tight.close()
 
 
+@pytest.mark.parametrize(
+    ("family", "ranks"),
+    [
+        ("qwen3_5_text", 1),
+        pytest.param("qwen3_5_text", 2, marks=pytest.mark.soak),
+        pytest.param("nemotron_h", 1, marks=pytest.mark.soak),
+    ],
+)
+def test_states_of_hybrids_come_back_as_they_were(
+    family, ranks, tiny_checkpoints, tmp_path, always_fetch, forked_followers
+):
+    sizes = {"max_context": 96, "max_running": 2, "max_batch_tokens": 96, "tensor_parallel": ranks}
+    shelf = Shelf(tmp_path / "blobs")
+    checkpoint = tiny_checkpoints[family]
+    roomy = build(checkpoint, shelf, tmp_path / "a", **sizes)
+    each = roomy._state_bytes
+    expected = answers_of(roomy)
+    roomy.close()
+    tight = {"kv_pages": 10, "kv_host_bytes": 8 << 20, "state_bytes": 5 * each}
+    engine = build(checkpoint, shelf, tmp_path / "b", **tight, **sizes)
+    assert answers_of(engine) == expected
+    assert engine._cache.host_states.counts.fetched >= 4
+    assert usage(engine).tokens >= 4 * 64
+    engine.close()
+
+
 def test_two_processes_each_keep_their_part_of_pages(
     tiny_checkpoints, tmp_path, always_fetch, forked_followers
 ):
@@ -395,7 +472,7 @@ def test_two_processes_each_keep_their_part_of_pages(
 
 def test_a_page_survives_its_way_to_the_host_and_back():
     kv = torch.randn(3, 2, 6, 4, 1, 8).to(torch.float8_e4m3fn)
-    pages = RankPages(kv, torch.empty(2, 3 * 2 * 4 + 1, dtype=torch.int64))
+    pages = RankPages([page_words(kv)], torch.empty(2, 3 * 2 * 4 + 1, dtype=torch.int64))
     before = kv.view(torch.uint8).clone()
     pages.store([(1, 4), (0, 2)])
     kv.view(torch.uint8)[:, :, [1, 2, 3, 4]] = 0
@@ -434,11 +511,13 @@ def fake_streams(monkeypatch):
 def test_copies_in_parts_and_runs_of_slots_move_the_same_pages(fake_streams, monkeypatch):
     monkeypatch.setattr(page_copies, "_AT_ONCE_BYTES", 1)
     kv = torch.randn(3, 2, 40, 4, 2, 8)
-    pages = CudaRankPages(kv, torch.zeros(40, 3 * 2 * 32 + 1, dtype=torch.int64), 30, 4)
+    pages = CudaRankPages(
+        [page_words(kv)], torch.zeros(40, 3 * 2 * 32 + 1, dtype=torch.int64), 30, 4
+    )
     before = kv.clone()
     order = [*range(7, 12), 3, 2, *range(20, 33)]
     pages.store([PageCopy(slot, page) for page, slot in enumerate(order)])
-    plain = RankPages(kv, torch.zeros_like(pages._host))
+    plain = RankPages([page_words(kv)], torch.zeros_like(pages._host))
     plain.store([PageCopy(slot, page) for page, slot in enumerate(order)])
     assert torch.equal(pages._host[order], plain._host[order])
     kv[:, :, :30] = 0
@@ -453,7 +532,9 @@ def test_a_fetch_that_fails_on_a_gpu_ends_its_copies_before_its_pages_are_free(
     fake_streams, monkeypatch
 ):
     kv = torch.zeros(3, 2, 40, 4, 2, 8)
-    pages = CudaRankPages(kv, torch.zeros(40, 3 * 2 * 32 + 1, dtype=torch.int64), 30, 4)
+    pages = CudaRankPages(
+        [page_words(kv)], torch.zeros(40, 3 * 2 * 32 + 1, dtype=torch.int64), 30, 4
+    )
     places, ended = pages._pages_of, pages._fetching.ends
 
     def fail(copies):
@@ -474,7 +555,7 @@ def test_a_fetch_that_fails_in_the_leader_goes_on_until_the_other_ranks_have_end
     own = SimpleNamespace(device=torch.device("cpu"), fetch=lambda _: fail)
     others, over = RankCopies(1), threading.Event()
     ranks = SimpleNamespace(expect_copy=lambda _: others, send=lambda _: None)
-    copies = PageCopies(own, 4, 8, ranks, over.set)
+    copies = PageCopies(RankMemory(own, 4), 8, 0, ranks, over.set)
     fetch = Fetch({}, (PageCopy(0, 0),), [])
     copies._begin(fetch)
     assert not over.wait(0.1)

@@ -88,7 +88,7 @@ def eager(monkeypatch):
 
     def checked(*arguments, **more):
         drafts = choose(*arguments, **more)
-        for sequence, tokens in drafts.items():
+        for sequence, tokens in drafts.tokens.items():
             assert len(tokens) <= MOST_DRAFTED
             kept = arguments[0].answers.of(sequence.answers_key).tokens
             assert {*sequence.tokens, *kept.tolist()}.issuperset(tokens)
@@ -381,7 +381,7 @@ def test_drafts_come_from_answers_to_the_same_tenant_with_the_same_adapter_alone
 
     def recorded(*arguments, **more):
         drafts = choose(*arguments, **more)
-        for sequence, tokens in drafts.items():
+        for sequence, tokens in drafts.tokens.items():
             if sequence.drafted_from is DraftSource.ANSWERS:
                 drafted.setdefault(sequence.request.request_id, []).append(tokens)
         return drafts
@@ -412,7 +412,7 @@ def test_drafts_come_from_answers_to_the_same_tenant_with_the_same_adapter_alone
 
 
 def test_an_unknown_speculation_is_refused(make):
-    with pytest.raises(SettingsError, match="speculation='eagle': want off or lookup"):
+    with pytest.raises(SettingsError, match="speculation='eagle': want off, lookup or mtp"):
         make(speculation="eagle")
 
 

@@ -216,7 +216,7 @@ def test_no_op_values_are_accepted(
         ("POST", "/v1/images/edits", "this service generates text"),
         ("POST", "/v1/audio/speech", "this service generates text"),
         ("GET", "/v1/fine_tuning/jobs", "this service generates text"),
-        ("POST", "/classify", "base_url must end in /v1, for /v1/classify"),
+        ("POST", "/embeddings", "base_url must end in /v1, for /v1/embeddings"),
         ("POST", "/chat/completions", "base_url must end in /v1"),
         ("POST", "/responses", "base_url must end in /v1"),
         ("GET", "/models", "base_url must end in /v1"),

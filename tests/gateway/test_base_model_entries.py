@@ -47,3 +47,15 @@ def test_a_vision_language_model_has_the_entry_of_its_text_part(tmp_path):
     entry = read_base_models(settings)["tiny"]
     assert (entry.shape.family, entry.shape.layers) == ("llama", 2)
     assert entry.quantization == "fp8"
+
+
+def test_a_base_model_whose_pipeline_is_not_served_embeds_no_texts(tmp_path, caplog):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    settings = Settings.model_validate({"base_models": f"tiny={tmp_path}"})
+    assert read_base_models(settings)["tiny"].embedder is not None
+    modules = [{"type": f"sentence_transformers.models.{kind}"} for kind in ("Pooling", "Dense")]
+    (tmp_path / "modules.json").write_text(json.dumps(modules))
+    assert read_base_models(settings)["tiny"].embedder is None
+    (record,) = caplog.records
+    assert (record.msg, record.folder) == ("embeddings_off", str(tmp_path))
+    assert record.error.startswith("modules.json: Pooling, Dense: want Transformer, Pooling")

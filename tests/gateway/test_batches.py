@@ -14,6 +14,7 @@ from typing import Any
 
 import openai
 import pytest
+from openai.types import CreateEmbeddingResponse
 
 from lorikeet.batch_store import OPEN, RUNS, WINDOW_S
 from lorikeet.catalog.records import Scope
@@ -23,10 +24,13 @@ from lorikeet.file_store import CONTENTS
 from lorikeet.gateway.batches import lines, runner
 from lorikeet.protocol.messages import Call, Refusal
 from lorikeet.tenancy import read_limiter
-from tests.gateway.conftest import Gateway, Items, chat, repeat, serving
+from lorikeet.usage.ledger import UsageLedger
+from tests.gateway.conftest import SHAPE, Gateway, Items, chat, repeat, serving
 from tests.gateway.official_types import validate_as
 from tests.gateway.test_costly_bodies import list_of
+from tests.gateway.test_embeddings import EMBEDDINGS
 from tests.gateway.test_files import Clock
+from tests.gateway.test_heads import scoring
 from tests.waiting import eventually
 
 CHAT = "/v1/chat/completions"
@@ -146,6 +150,34 @@ def test_completions_and_responses_may_be_in_batches(
     (result,) = read(gateway, done.output_file_id)
     name = "Completion" if endpoint == "/v1/completions" else "Response"
     validate_as(name, result["response"]["body"])
+
+
+def test_texts_are_embedded_in_batches(tmp_path: Path) -> None:
+    bodies = [
+        {"model": "acme/support", "input": ["hello", "bye"], "dimensions": 2},
+        {"model": "tiny", "input": "hello", "encoding_format": "base64"},
+        {"model": "tiny", "input": "hello", "dimensions": 10**6},
+    ]
+    sent, usage = (
+        [line(f"{i}", body, url=EMBEDDINGS) for i, body in enumerate(bodies)],
+        UsageLedger(),
+    )
+    with serving(tmp_path, usage=usage, usage_flush_s=600.0) as gateway:
+        gateway.engines.replay = scoring(3.0, 4.0, *[0.0] * (SHAPE.hidden - 2))
+        done = ended(gateway, make(gateway, sent, endpoint=EMBEDDINGS))
+        assert (done.request_counts.completed, done.request_counts.failed) == (2, 1)
+        results = read(gateway, done.output_file_id)
+        answers = {each["custom_id"]: each["response"]["body"] for each in results}
+        counts = [each for of_day in usage.take().values() for each in of_day.values()]
+        (refused,) = read(gateway, done.error_file_id)
+        alone = gateway.post(EMBEDDINGS, bodies[1]).json()
+    found = CreateEmbeddingResponse.model_validate(answers["0"])
+    assert [each.embedding for each in found.data] == [pytest.approx([0.6, 0.8])] * 2
+    assert answers["1"]["data"] == alone["data"]
+    tokens = found.usage.total_tokens + alone["usage"]["total_tokens"]
+    assert sum(each.flex_prompt_tokens for each in counts) == tokens > 0
+    assert refused["response"]["status_code"] == 400
+    assert refused["response"]["body"]["error"]["param"] == "dimensions"
 
 
 def test_lines_run_in_the_background_without_a_deadline(gateway: Gateway) -> None:

@@ -46,7 +46,8 @@ def embedder_blob(folder: Path, pooling_mode: str, normalize: bool = True, **con
 @pytest.fixture(scope="module")
 def _serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
     folder = tmp_path_factory.mktemp("embedders")
-    with serving(folder) as running:
+    served = {"dense": ServedModel(SHAPE, embedder=None)}
+    with serving(folder, served=served) as running:
         for name, pipeline in PIPELINES.items():
             answer = running.upload(f"acme/{name}", embedder_blob(folder / name, **pipeline))
             assert answer.is_success, answer.text
@@ -91,6 +92,12 @@ def test_openais_client_reads_the_vectors(gateway: Gateway) -> None:
         found = client.embeddings.create(model="tiny", input=["a", "b"], dimensions=3, **more)
         assert [each.embedding for each in found.data] == [pytest.approx(UNIT)] * 2
     assert found.usage.total_tokens == found.usage.prompt_tokens > 0
+
+
+def test_a_base_model_without_a_served_pipeline_refuses_to_embed(gateway: Gateway) -> None:
+    error = error_of(gateway.post(EMBEDDINGS, {"model": "dense", "input": "hello"}), 400)
+    assert error["param"] == "model"
+    assert "modules.json in its base model's folder" in error["message"]
 
 
 def test_base64_is_little_endian_float32(gateway: Gateway) -> None:

@@ -191,11 +191,95 @@ def test_an_adapter_with_a_head_is_not_composed(gateway: Gateway) -> None:
     assert "classification head" in error["message"]
 
 
-def test_a_score_of_several_labels_and_pairs_are_refused_by_name(gateway: Gateway) -> None:
-    error = error_of(gateway.post(SCORE, {"model": "acme/tone", "input": "hello"}), 400)
-    assert "has 3 labels" in error["message"]
-    pair = {"model": "acme/reward", "text_1": "a", "text_2": "b"}
-    assert "cross-encoders" in error_of(gateway.post(SCORE, pair), 400)["message"]
+def test_a_score_of_several_labels_is_refused_by_name(gateway: Gateway) -> None:
+    ranked = {"query": "hello", "documents": ["a"]}
+    for path, body in ((SCORE, {"input": "hello"}), ("/v1/rerank", ranked)):
+        error = error_of(gateway.post(path, {"model": "acme/tone", **body}), 400)
+        assert "has 3 labels" in error["message"]
+
+
+def decoded(gateway: Gateway) -> list[str]:
+    """Return the texts of the last call's prompts, without special tokens."""
+    backend = demo_encoder().backend
+    return [backend.decode(list(ids)) for ids in gateway.engines.encoded[-1].prompts]
+
+
+@pytest.mark.parametrize(
+    ("body", "texts"),
+    [
+        ({"text_1": "ab", "text_2": "cd"}, ["abcd"]),
+        ({"queries": "ab", "documents": ["cd", {"text": "ef"}]}, ["abcd", "abef"]),
+        ({"text_1": ["ab", "cd"], "text_2": "ef"}, ["abef", "cdef"]),
+        ({"text_1": ["ab", "cd"], "text_2": ["ef", "gh"]}, ["abef", "cdgh"]),
+    ],
+)
+def test_pairs_are_scored_as_one_text_with_probabilities(
+    gateway: Gateway, body: dict[str, Any], texts: list[str]
+) -> None:
+    gateway.engines.replay = scoring(1.5)
+    body = {"model": "acme/reward", **body}
+    data = gateway.post("/score", body).json()["data"]
+    assert decoded(gateway) == texts
+    assert [each["score"] for each in data] == pytest.approx([float(sigmoid(1.5))] * len(texts))
+    (raw, *_) = gateway.post(SCORE, body | {"use_activation": False}).json()["data"]
+    assert raw["score"] == 1.5
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"text_1": "a"},
+        {"text_1": "a", "documents": "b"},
+        {"text_1": "a", "text_2": "b", "input": "c"},
+        {"text_1": "a", "text_2": "b", "messages": chat()["messages"]},
+        {"queries": ["a", "b"], "documents": ["c", "d", "e"]},
+        {"queries": [], "documents": ["c"]},
+        {"queries": [{"image": "a"}], "documents": ["c"]},
+    ],
+)
+def test_texts_that_make_no_pairs_are_refused_by_name(
+    gateway: Gateway, body: dict[str, Any]
+) -> None:
+    error = error_of(gateway.post(SCORE, {"model": "acme/reward", **body}), 400)
+    assert error["param"] in ("input", "text_1", "queries")
+
+
+def by_length(call: Call) -> Items:
+    """Answer each prompt with its length as the value of a head."""
+
+    async def replay() -> Items:
+        encoder = demo_encoder()
+        prompts = encode_call(call, encoder, 4096).prompts
+        answer = Answer(call, prompts, encoder.vocabulary, encoder.syntax)
+        yield header(call)
+        for index, prompt in enumerate(prompts):
+            made = Tokens(call.request_id, index, (7,), FinishReason.LENGTH)
+            pooled = Pooled(call.request_id, index, array("f", [len(prompt) / 4]))
+            for item in answer.take([pooled, made]):
+                yield item
+
+    return replay()
+
+
+@pytest.mark.parametrize("path", ["/v1/rerank", "/v2/rerank", "/rerank"])
+def test_documents_are_ranked_in_the_shape_of_cohere_and_jina(gateway: Gateway, path: str) -> None:
+    gateway.engines.replay = by_length
+    documents = ["short", "the longest of the three documents", {"text": "the middle one"}]
+    body = {"model": "acme/reward", "query": "which? ", "documents": documents}
+    answer = gateway.post(path, body)
+    assert answer.is_success, answer.text
+    ranked = answer.json()
+    assert ranked["id"] == f"rerank-{answer.headers['x-request-id']}"
+    results = ranked["results"]
+    assert [each["index"] for each in results] == [1, 2, 0]
+    assert results[1]["document"] == {"text": "the middle one"}
+    lengths = [len(ids) for ids in gateway.engines.encoded[-1].prompts]
+    want = [float(sigmoid(lengths[i] / 4)) for i in (1, 2, 0)]
+    assert [each["relevance_score"] for each in results] == pytest.approx(want)
+    assert ranked["usage"]["prompt_tokens"] == ranked["usage"]["total_tokens"] == sum(lengths)
+    fewer = {"top_n": 1, "return_documents": False, "use_activation": False}
+    (only,) = gateway.post(path, body | fewer).json()["results"]
+    assert only == {"index": 1, "relevance_score": lengths[1] / 4}
 
 
 @pytest.mark.parametrize(

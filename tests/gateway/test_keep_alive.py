@@ -9,7 +9,7 @@ import httpx
 import httpx2
 import openai
 
-from lorikeet.gateway.keep_alive import _COMMENT, _PING
+from lorikeet.gateway.client_connection import _COMMENT, _PING
 
 
 def transport(body: bytes, http: ModuleType = httpx) -> Any:

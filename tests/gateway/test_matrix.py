@@ -47,7 +47,9 @@ OPEN: set[Route] = {
     ("GET", "/ui/{name}"),
 }
 
-POOLING = ("/v1/classify", "/v1/score", "/v1/pooling")
+RERANK = ("/v1/rerank", "/v2/rerank", "/rerank")
+SCORING = ("/v1/classify", "/v1/score", "/v1/pooling", "/classify", "/score", "/pooling")
+POOLING = (*SCORING, *RERANK)
 """Paths for adapters with a head. The matrix' adapter has none, so its owner gets a 400."""
 
 TENANTS: Mapping[Route, Callable[[str, str], tuple[str, Any]] | None] = {
@@ -79,7 +81,11 @@ TENANTS: Mapping[Route, Callable[[str, str], tuple[str, Any]] | None] = {
         chat(model),
     ),
     **{
-        ("POST", path): lambda model, _, path=path: (path, {"model": model, "input": "hello"})
+        ("POST", path): lambda model, _, path=path: (
+            path,
+            {"model": model}
+            | ({"query": "a", "documents": ["b"]} if path in RERANK else {"input": "hello"}),
+        )
         for path in POOLING
     },
     ("POST", "/v1/embeddings"): lambda model, _: (
@@ -343,6 +349,7 @@ def ask(unchanged: Gateway) -> Iterator[Ask]:
 def keys(unchanged: Gateway) -> Keys:
     made = Keys(unchanged)
     unchanged.register("acme/support", seed=1)  # a second version
+    unchanged.catalog.pin("acme", "support", prompt="You are a clerk.", actor="test")
     for model in HIDDEN:
         made.asked[model] = made.respond(model)
     return made

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lorikeet.errors import GenerationFailed, Overloaded
-from lorikeet.gateway import keep_alive
+from lorikeet.gateway import client_connection
 from lorikeet.gateway.replica_response import ReplicaResponse
 from lorikeet.protocol.messages import AnswerHeader, Call, Endpoint, FinalUsage, StreamItem
 
@@ -74,7 +74,7 @@ def test_a_stream_that_fails_ends_with_the_error() -> None:
 @pytest.fixture
 def idle_s(monkeypatch: pytest.MonkeyPatch) -> float:
     """Shorten the silence after which a keep-alive event is sent; return two such silences."""
-    monkeypatch.setattr(keep_alive, "KEEP_ALIVE_S", 0.1)
+    monkeypatch.setattr(client_connection, "KEEP_ALIVE_S", 0.1)
     return 0.25
 
 

@@ -132,21 +132,6 @@ def chunked(*events: bytes) -> list[bytes]:
     return [b"%x\r\n%s\r\n" % (len(event), event) for event in (*events, b"")]
 
 
-def test_only_events_with_tokens_count_as_deltas_of_a_chat():
-    answer = read(HEAD, *chunked(*CHAT))
-    assert (answer.failure, answer.residency, answer.prompt_tokens) == ("", "gpu", 7)
-    assert answer.deltas_s == [2.0, 3.0]
-    assert answer.events == [1, 2]
-
-
-def test_an_answer_in_single_bytes_is_read_as_in_one():
-    whole = HEAD + b"".join(chunked(*CHAT))
-    singly, at_once = read(*(whole[at : at + 1] for at in range(len(whole)))), read(whole)
-    assert singly.failure == at_once.failure == ""
-    assert singly.events == [1, 1, 1]
-    assert at_once.events == [3]
-
-
 def test_errors_in_a_stream_and_refusals_are_named_by_their_codes():
     error = b'{"error":{"message":"The \\"step\\" failed.","code":"step_failed"}}'
     broken = read(HEAD, *chunked(CHAT[1], b"data: " + error + b"\n\n"))

@@ -11,9 +11,8 @@ from loadtest.streamed_answer import (
     StreamedAnswer,
     StreamFormat,
 )
-from lorikeet.apis.answer import event_stream
+from lorikeet.apis.answer import event_stream, failed_event
 from lorikeet.errors import GenerationFailed
-from lorikeet.gateway.replica_response import failed_event
 from lorikeet.protocol.messages import Call, Endpoint, FinalUsage
 from lorikeet.text.choice import Ending
 from tests.gateway.conftest import Played

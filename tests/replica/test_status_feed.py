@@ -1,17 +1,23 @@
 """Subscribers learn a replica's state, whenever they begin and however slowly they read."""
 
 import asyncio
+from dataclasses import replace
 from random import Random
 
 import pytest
 
-from lorikeet.protocol.status_update import from_stats, to_stats
+from lorikeet.protocol.status_update import PrefixRoom, from_stats, to_stats
 from lorikeet.replica import status_feed as module
 from lorikeet.replica.status_feed import StatusFeed
 from lorikeet.routing.fleet import Fleet
 from lorikeet_engine.adapter import Residency
 from lorikeet_engine.costs import LoadCosts, MeasuredCosts, StepCosts
-from lorikeet_engine.telemetry.status import EngineStatus, EvictionCandidate, LiveStats
+from lorikeet_engine.telemetry.status import (
+    EngineStatus,
+    EvictionCandidate,
+    HostPageUsage,
+    LiveStats,
+)
 
 BUSY = LiveStats(decoding=7, waiting=2, victim=EvictionCandidate(10, 0.5))
 COSTS = MeasuredCosts(StepCosts(seen_token_s=0.007), LoadCosts(disk_latency_s=0.5))
@@ -74,6 +80,19 @@ def test_a_feed_begins_with_the_longest_context():
         await close(subscriber)
 
     run(scenario)
+
+
+def test_a_feed_tells_the_room_for_prefixes_on_gpu_and_host():
+    live = replace(EngineStatus().live, kv_pages_total=100)
+    host = HostPageUsage(7, 300, 4096, 0, 0, 0, 0, 0)
+
+    def room(**more):
+        update = StatusFeed(EngineStatus(live=live, **more), kv_tokens=1600).update_with_costs()
+        return from_stats(to_stats(update)).prefix_room
+
+    assert room(host_pages=host) == PrefixRoom(1600, 4800, 256)
+    assert room() == PrefixRoom(1600, 0, 0)
+    assert StatusFeed(EngineStatus(live=live)).update_with_costs().prefix_room is None
 
 
 def test_a_large_snapshot_comes_in_parts(monkeypatch):

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from lorikeet.protocol.messages import Work
+from lorikeet.protocol.status_update import PrefixRoom
 from lorikeet.rendezvous import by_preference
 from lorikeet.routing.fleet import Fleet
 from lorikeet.routing.locations import prefix_hashes
@@ -210,3 +211,17 @@ def test_a_prompt_goes_to_the_replica_that_computed_its_prefix(gateway):
     assert gateway.firsts(ask) == {"r2"}
     gateway.receive("r2", BUSY)
     assert "r2" not in gateway.firsts(ask)
+
+
+@pytest.mark.parametrize("on_host", [True, False])
+def test_a_prefix_that_left_the_gpu_counts_only_if_the_host_has_it(gateway, on_host):
+    def ask(first):
+        tokens = array("i", range(first, first + 4000))
+        return BASE._replace(work=Work(4000), prefix_hashes=prefix_hashes(tokens))
+
+    gateway.receive_all()
+    gateway.receive("r2", prefix_room=PrefixRoom(4000, 4000 * on_host, 1000))
+    for first in (0, 10_000):
+        gateway.fleet.on_ended(gateway.send("r2", ask(first)))
+    assert gateway.firsts(ask(10_000)) == {"r2"}
+    assert (gateway.firsts(ask(0)) == {"r2"}) is on_host

@@ -2,6 +2,10 @@
 
 from array import array
 
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lorikeet.protocol.status_update import PrefixRoom
 from lorikeet.routing.locations import (
     BLOCK_TOKENS,
     MAX_HASHED_BLOCKS,
@@ -75,3 +79,37 @@ def test_the_least_recently_computed_blocks_are_dropped():
     known.add(prefix_hashes(text("d")), "d")
     found = [known.cached_tokens(prefix_hashes(text(letter))) for letter in "abcd"]
     assert [list(each) for each in found] == [["again"], [], ["c"], ["d"]]
+
+
+BLOCKS = st.lists(st.sampled_from("abcdef"), min_size=1, max_size=4).map(lambda of: text(*of))
+
+
+@given(
+    computed=st.lists(st.tuples(BLOCKS, st.sampled_from(["one", "other"])), max_size=30),
+    asked=BLOCKS,
+    on_gpu=st.integers(1, 6),
+    on_host=st.integers(0, 6),
+)
+def test_blocks_leave_the_gpu_for_the_host_and_then_the_replica(computed, asked, on_gpu, on_host):
+    """An index with room agrees with the order in which each replica computed its blocks."""
+    known, room = PrefixIndex(), PrefixRoom(on_gpu * BLOCK_TOKENS, on_host * BLOCK_TOKENS, 8)
+    last: dict[int, str] = {}
+    recent: dict[str, list[int]] = {"one": [], "other": []}  # the most recent last
+    for prompt, replica in computed:
+        chain = prefix_hashes(prompt)
+        known.add(chain, replica, room)
+        recent[replica] = [each for each in recent[replica] if each not in chain] + [*chain]
+        last |= dict.fromkeys(chain, replica)
+    chain, expected = prefix_hashes(asked), dict[str, int]()
+    for count, block in enumerate(chain, 1):
+        replica = last.get(block)
+        if replica is None or block not in recent[replica][-on_gpu - on_host :]:
+            break
+        expected[replica] = count * BLOCK_TOKENS
+    assert known.cached_tokens(chain) == expected
+    for replica, tokens in expected.items():
+        there = set(recent[replica][-on_gpu - on_host :]) - set(recent[replica][-on_gpu:])
+        expected_host = sum(block in there for block in chain[: tokens // BLOCK_TOKENS])
+        assert known.host_tokens(chain, replica, tokens) == expected_host * BLOCK_TOKENS
+    known.remove_replica("one")
+    assert known.host_tokens(chain, "one", len(chain) * BLOCK_TOKENS) == 0

@@ -23,10 +23,10 @@ from lorikeet.protocol.messages import (
     Work,
 )
 from lorikeet.protocol.output_log import logged
+from lorikeet.routing.fleet import fleet_of
 from lorikeet.routing.ranking import RoutingRequest
 from lorikeet.serving import engine_client as engines_module
 from lorikeet.serving.engine_client import ServeEngineClient
-from lorikeet.serving.fleet_registry import fleet_of
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.errors import LoadFault
 from lorikeet_engine.request import SamplingParams, Tokens

@@ -8,7 +8,6 @@ import pytest
 from lorikeet.rendezvous import by_preference
 from lorikeet.routing.ranking import RoutingStatus
 from lorikeet.simulator.fleet import SimulatedFleet
-from lorikeet.simulator.router import LeastCostRouter
 from lorikeet_engine.adapter import Residency
 from tests.simulator.idle import idle
 from tests.simulator.scenario import Scenario
@@ -20,7 +19,7 @@ SMALL = Scenario(
 
 def fleet_of(scenario, **changes):
     setup = replace(scenario.setup(), **changes)
-    return SimulatedFleet(setup, scenario.requests(), LeastCostRouter(scenario.seed))
+    return SimulatedFleet(setup, scenario.requests())
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,8 @@ from lorikeet.protocol.messages import Work
 from lorikeet.protocol.status_update import StatusUpdate
 from lorikeet.routing.fleet import Fleet as GatewaysFleet
 from lorikeet.routing.ranking import RoutingRequest
-from lorikeet.simulator.fleet import SimulatedFleet
+from lorikeet.simulator.fleet import LeastCostRouter, SimulatedFleet
 from lorikeet.simulator.replica import SimulatedReplica
-from lorikeet.simulator.router import LeastCostRouter
 from lorikeet_engine.adapter import AdapterRef
 from lorikeet_engine.telemetry.status import EvictionCandidate, LiveStats
 from tests.simulator.scenario import Scenario
@@ -102,7 +101,8 @@ class Compared(LeastCostRouter):
 @pytest.mark.parametrize("replicas", [2, 6])
 def test_the_simulator_and_a_gateways_fleet_rank_equal_candidates_alike(replicas):
     scenario, router = replace(SCENARIO, replicas=replicas), Compared()
-    fleet = SimulatedFleet(scenario.setup(), scenario.requests(), router)
+    fleet = SimulatedFleet(scenario.setup(), scenario.requests())
+    fleet.router = router
     fleet.run()
     assert len(router.looked_at) > 100
     assert sum(router.looked_at) > 1.5 * len(router.looked_at)

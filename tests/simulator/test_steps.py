@@ -7,7 +7,6 @@ import pytest
 
 from lorikeet.routing.ranking import H200_LLAMA_8B
 from lorikeet.simulator.fleet import SimulatedFleet
-from lorikeet.simulator.router import LeastCostRouter
 from lorikeet.simulator.traffic import Requests
 from lorikeet_engine.costs import seen_tokens
 from tests.simulator.scenario import Scenario
@@ -24,7 +23,7 @@ def first_tokens_s(*requests, costs=H200_LLAMA_8B, **settings):
     times_s, prompts, answers = map(np.array, zip(*requests, strict=True))
     setup = replace(Scenario(replicas=1, warm_up_s=0.0, costs=costs).setup(), **settings)
     made = Requests(times_s, np.full(len(times_s), -1), prompts, answers)
-    fleet = SimulatedFleet(setup, made, LeastCostRouter(1))
+    fleet = SimulatedFleet(setup, made)
     fleet.run()
     return fleet.ttft_s
 

@@ -9,7 +9,6 @@ import pytest
 from lorikeet.routing.ranking import H200_LLAMA_8B
 from lorikeet.simulator.fleet import SimulatedFleet
 from lorikeet.simulator.memory import Arena, Link
-from lorikeet.simulator.router import LeastCostRouter
 from lorikeet.simulator.workload_models import Zipf
 from lorikeet_engine.residency.eviction_score import LeastRecentlyUsed
 from tests.simulator.scenario import Scenario
@@ -24,7 +23,7 @@ def run(scenario):
 
 
 def fleet_of(scenario):
-    return SimulatedFleet(scenario.setup(), scenario.requests(), LeastCostRouter(scenario.seed))
+    return SimulatedFleet(scenario.setup(), scenario.requests())
 
 
 class Fixed:

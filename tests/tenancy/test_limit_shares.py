@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lorikeet.catalog.records import Limits
+from lorikeet.catalog.records import KeyRecord, Limits, TenantRecord
 from lorikeet.errors import RateLimited
 from lorikeet.tenancy.limit_shares import (
     DOUBT_S,
@@ -296,3 +296,23 @@ def test_requests_at_once_are_bounded_over_all_gateways() -> None:
             agree(gateways)
         assert running <= 10
     assert running == 10
+
+
+def test_gateways_show_as_used_what_they_admitted_though_their_shares_move() -> None:
+    clock, limits = Clock(), Limits(requests_per_min=600)
+    tenant, key = TenantRecord("acme", 0.0, limits), KeyRecord("k", "acme", frozenset(), "", 0.0)
+
+    def used() -> list[float | None]:
+        return [each.limiter.uses(tenant, key)["tenant"][0].used for each in gateways]
+
+    gateways = [Gateway(clock, f"g{number}", 2) for number in range(2)]
+    assert used() == [0, 0]
+    for _ in range(3):
+        agree(gateways)
+        clock.now += 0.1
+    assert used() == [0, 0], "their buckets are not full, as their shares have grown"
+    for _ in range(20):
+        gateways[0].enter(limits)
+    assert used()[0] == 40
+    clock.now += 60
+    assert used() == [0, 0]

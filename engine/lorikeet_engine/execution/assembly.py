@@ -23,13 +23,12 @@ from lorikeet_engine.execution.calibration import measure_step_costs
 from lorikeet_engine.execution.memory_plan import (
     count_slots,
     count_states_and_pages,
-    keeps_pages_on_host,
     page_needs,
 )
 from lorikeet_engine.execution.page_copies import (
     AllocateHostPages,
     PageCopies,
-    allocate_rank_pages,
+    allocate_rank_memory,
 )
 from lorikeet_engine.execution.rank_rows import RankRows
 from lorikeet_engine.execution.ranks import BuildRunner, CountPages, OneRank, start_ranks
@@ -71,6 +70,7 @@ class LoadModel(Protocol):
         ranks: RankGroup | None = None,
         *,
         packed: bool = False,
+        mtp: bool = False,
     ) -> LlamaModel:
         """Read the base model, or this rank's part of it, onto the device.
 
@@ -78,6 +78,7 @@ class LoadModel(Protocol):
         rounding: NF4 or FP8, to which linears are rounded while they are loaded; None: as stored.
         ranks: processes that share the model; None: this process holds all of it.
         packed: whether linears of 4 bits stay packed; False: they become floats.
+        mtp: whether to read the head for multi-token prediction.
         """
 
 
@@ -155,18 +156,16 @@ def _assemble(
         with start.stage("step costs"):
             step_costs = measure_step_costs(runner, kv_pages, tiers.arena, model.shape, settings)
         page_copies = None
-        if keeps_pages_on_host(model.shape, settings):
+        if settings.kv_host_bytes:
             with start.stage("KV pages on the host"):
                 page_copies = _page_copies(runner, settings, ranks, wake)
-        elif settings.kv_host_bytes:
-            log.warning("kv_pages_not_on_host", extra={"error": "the model has states"})
     except BaseException:
         tiers.close()
         raise
     needs, context = page_needs(model.config, settings), model.config.max_context
     kv_tokens = needs.tokens(kv_pages, context)
     log.info("engine_assembled", extra=start.facts | {"kv_tokens": kv_tokens})
-    info = _info(model, settings, min(context, kv_tokens), step_costs)
+    info = _info(model, settings, min(context, kv_tokens), step_costs, kv_tokens)
     step_budget = StepBudget(settings.inter_token_goal_s, step_costs, runner.prompt_sizes)
     room = settings.max_batch_tokens - settings.max_running
     pieces = None
@@ -174,9 +173,9 @@ def _assemble(
         pieces = ForcedPieces(runner.prompt_sizes, StateBuffers.prompts // 2)
     forced_budget = ForcedBudget(room, step_costs, runner.small_sizes, pieces)
     draft_budget = None
-    if settings.speculation == "lookup":
-        goal_s = settings.inter_token_goal_s
-        draft_budget = DraftBudget(step_costs, runner.small_sizes, goal_s, pieces)
+    if settings.speculation != "off":
+        goal_s, mtp = settings.inter_token_goal_s, model.config.mtp is not None
+        draft_budget = DraftBudget(step_costs, runner.small_sizes, goal_s, pieces, mtp=mtp)
     return Assembly(
         runner,
         sampler,
@@ -199,11 +198,12 @@ def _page_copies(
     wake: called when pages have been copied to the GPU.
     """
     ranks.announce(AllocateHostPages())
-    allocated = allocate_rank_pages(runner.kv, settings, len(runner.kv_windows), ranks.least)
-    if allocated is None:
+    groups = len(runner.kv_windows)
+    memory = allocate_rank_memory(runner.kv, runner.state_tensors, settings, groups, ranks.least)
+    if memory is None:
         return None
     page_bytes = runner.kv[:, :, :1].nbytes
-    return PageCopies(*allocated, page_bytes, ranks.followers, wake)
+    return PageCopies(memory, page_bytes, runner.state_bytes, ranks.followers, wake)
 
 
 def load_weights(
@@ -224,10 +224,11 @@ def load_weights(
     """
     with start.stage("weights"):
         dtype, context = settings.torch_dtype, settings.max_context
-        packed = stays_packed(settings, _capability(device))
-        model = load(
-            settings.model, device, dtype, context, settings.rounding, group, packed=packed
-        )
+        parts = {
+            "packed": stays_packed(settings, _capability(device)),
+            "mtp": settings.speculation == "mtp",
+        }
+        model = load(settings.model, device, dtype, context, settings.rounding, group, **parts)
         if device.type == "cuda":
             torch.cuda.empty_cache()  # frees the scratch memory of rounding and dequantising
     return model
@@ -258,7 +259,11 @@ def _capability(device: torch.device) -> tuple[int, int] | None:
 
 
 def _info(
-    model: LlamaModel, settings: EngineSettings, max_context: int, step_costs: StepCosts
+    model: LlamaModel,
+    settings: EngineSettings,
+    max_context: int,
+    step_costs: StepCosts,
+    kv_tokens: int,
 ) -> EngineInfo:
     config = model.config
     packed = stays_packed(settings, _capability(torch.device(settings.device)))
@@ -274,6 +279,7 @@ def _info(
         tensor_parallel=settings.tensor_parallel,
         dtype=settings.dtype,
         generates=model.generates,
+        kv_tokens=kv_tokens,
     )
 
 

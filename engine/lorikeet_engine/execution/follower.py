@@ -16,9 +16,9 @@ from lorikeet_engine.execution.memory_plan import count_slots, count_states_and_
 from lorikeet_engine.execution.page_copies import (
     AllocateHostPages,
     FetchPages,
-    RankPages,
+    RankMemory,
     StorePages,
-    allocate_rank_pages,
+    allocate_rank_memory,
 )
 from lorikeet_engine.execution.rank_rows import RowAnswer, RowQuestion
 from lorikeet_engine.execution.ranks import BuildRunner, CountPages, StartFollower, rank_device
@@ -73,7 +73,7 @@ class Follower:
         self._runner: ModelRunner | None = None
         self._copies = Workers(1, "copies")
         self._steps = Workers(1, "steps")
-        self._host_pages: RankPages | None = None
+        self._host_pages: RankMemory | None = None
         self._fetches: Workers | None = None  # with host memory for KV pages
 
     def do(self, message: object) -> None:
@@ -94,9 +94,9 @@ class Follower:
                 self._count_pages()
             case AllocateHostPages():
                 self._allocate_host_pages()
-            case StorePages(copies):
+            case StorePages(copies, states):
                 assert self._host_pages is not None, "pages without host memory for them"
-                self._host_pages.store(copies)
+                self._host_pages.store(copies, states)
             case FetchPages():
                 self._fetch_pages(message)
             case command:
@@ -136,27 +136,28 @@ class Follower:
     def _allocate_host_pages(self) -> None:
         assert self._runner is not None, "host memory before there are KV pages"
         runner, settings = self._runner, self._settings
-        allocated = allocate_rank_pages(
+        allocated = allocate_rank_memory(
             runner.kv,
+            runner.state_tensors,
             settings,
             len(runner.kv_windows),
             lambda number: self._group.minimum((number,))[0],
         )
         if allocated is not None:
-            self._host_pages, _ = allocated
+            self._host_pages = allocated
             self._fetches = Workers(1, "kv-pages")
 
     def _fetch_pages(self, message: FetchPages) -> None:
         assert self._host_pages is not None, "pages without host memory for them"
         assert self._fetches is not None, "pages without a thread that fetches them"
-        fetch = self._host_pages.fetch(message.copies)
+        fetch = self._host_pages.fetch(message.copies, message.states)
 
         def report() -> None:
             try:
                 damaged = fetch()
             except Exception:
                 log.exception("kv_pages_not_fetched")
-                damaged = len(message.copies)
+                damaged = max(1, len(message.copies))
             self._report(CopyReport(message.number, damaged))
 
         if self._device.type == "cuda":

@@ -221,18 +221,8 @@ def _page_bytes(config: ModelConfig, shape: BaseShape, settings: EngineSettings)
 
 def _copy_bytes(config: ModelConfig, shape: BaseShape, settings: EngineSettings) -> int:
     """Return the bytes that copies of KV pages to and from the host take on each GPU."""
-    if not keeps_pages_on_host(shape, settings):
-        return 0
     page, groups = _page_bytes(config, shape, settings), len(config.kv_groups.windows)
-    return buffer_bytes(page, settings, groups)
-
-
-def keeps_pages_on_host(shape: BaseShape, settings: EngineSettings) -> bool:
-    """Whether KV pages that leave the prefix cache are kept in host memory.
-
-    Prefixes of a model with states are found only by a state, and states are not kept there.
-    """
-    return settings.kv_host_bytes > 0 and shape.recurrent is None
+    return buffer_bytes(page, state_bytes(shape, settings), settings, groups)
 
 
 def step_bytes(config: ModelConfig, shape: BaseShape, settings: EngineSettings) -> int:

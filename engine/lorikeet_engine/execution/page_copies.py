@@ -1,4 +1,4 @@
-"""Copies of KV pages between a rank's device and its host memory.
+"""Copies of KV pages, and of states of delta nets, between a rank's device and its host memory.
 
 On CUDA no step waits for a copy:
 
@@ -23,6 +23,7 @@ from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -43,6 +44,7 @@ _HALF_BYTES = 256 << 20
 _PART_BYTES = 32 << 20
 _AT_ONCE_BYTES = 256 << 20  # 5 ms of the bus, as for adapters (residency/gpu/image_copies.py)
 _PARTS_UNDER_WAY = 2
+_STATES_AT_ONCE = 4  # stored before one step
 _ABANDON_S = 10.0
 
 
@@ -55,35 +57,59 @@ class AllocateHostPages:
 
 @dataclass(frozen=True, slots=True)
 class StorePages:
-    """Command to copy pages to the host before the next step."""
+    """Command to copy pages, and states of delta nets, to the host before the next step."""
 
     copies: tuple[PageCopy, ...]
+    states: tuple[PageCopy, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class FetchPages:
-    """Command to copy pages to the device, and to report how many have a wrong checksum.
+    """Command to copy pages, and states of delta nets, to the device, and to report how many have a
+    wrong checksum.
 
     number: identifies the copy in reports; negative, since other numbers are of copies of adapters.
     """
 
     number: int
     copies: tuple[PageCopy, ...]
+    states: tuple[PageCopy, ...]
+
+
+class _Part(NamedTuple):
+    """Tensor on the device, and its columns in the rows of pages.
+
+    words: the tensor as [pieces, pages, words].
+    begin, end: columns, which may end with padding.
+    """
+
+    words: torch.Tensor
+    begin: int
+    end: int
+
+    def of(self, rows: torch.Tensor) -> torch.Tensor:
+        """View the tensor's columns of rows as [rows, pieces, words]."""
+        pieces, _, words = self.words.shape
+        columns = rows[:, self.begin : self.end].view(self.words.dtype)
+        return columns[:, : pieces * words].view(len(rows), pieces, words)
 
 
 class RankPages:
-    """Host memory for KV pages of one rank, and copies to and from it.
+    """Host memory of one rank for KV pages or for states of delta nets, and copies to and from it.
 
-    kv: tensor of the KV pages on the device.
+    tensors: the pages on the device, each [pieces, pages, words] (`page_words`, `state_words`).
     host: memory of host_memory (residency/host_arena.py), int64: a row of words for each page, and
         its checksum at the end.
     """
 
-    def __init__(self, kv: torch.Tensor, host: torch.Tensor) -> None:
-        self.device = kv.device
-        self._kv = _words_of(kv)  # [pieces, pages, words]
+    def __init__(self, tensors: Sequence[torch.Tensor], host: torch.Tensor) -> None:
+        self.device = tensors[0].device
+        self._parts, end = list[_Part](), 0
+        for words in tensors:
+            begin, end = end, end + _row_words(words)
+            self._parts.append(_Part(words, begin, end))
         self._memory = host  # stays page-locked as long as this very tensor exists
-        self._host = host.view(-1, len(self._kv) * self._kv.shape[2] + 1)
+        self._host = host.view(-1, end + 1)
 
     @property
     def room(self) -> int:
@@ -93,9 +119,10 @@ class RankPages:
     def store(self, copies: Sequence[PageCopy]) -> None:
         """Copy pages to the host. Steps launched afterwards may write to the pages."""
         for slot, page in copies:
-            row, words = self._host[slot], self._kv[:, page]
-            row[:-1] = words.reshape(-1)
-            row[-1] = words.sum()
+            row = self._host[slot : slot + 1]
+            for part in self._parts:
+                part.of(row)[0] = part.words[:, page]
+            row[0, -1] = row[0, :-1].sum()
 
     def fetch(self, copies: Sequence[PageCopy]) -> Callable[[], int]:
         """Prepare a copy of pages to the device, to run after all steps launched so far.
@@ -108,23 +135,26 @@ class RankPages:
     def _fetch(self, copies: Sequence[PageCopy]) -> int:
         damaged = 0
         for slot, page in copies:
-            row = self._host[slot]
-            damaged += int(row[:-1].sum() != row[-1])
-            self._kv[:, page] = row[:-1].view(len(self._kv), -1)
+            row = self._host[slot : slot + 1]
+            damaged += int(row[0, :-1].sum() != row[0, -1])
+            for part in self._parts:
+                part.words[:, page] = part.of(row)[0]
         return damaged
 
 
 class CudaRankPages(RankPages):
     """RankPages on a GPU; the host memory is page-locked."""
 
-    def __init__(self, kv: torch.Tensor, host: torch.Tensor, half: int, part: int) -> None:
+    def __init__(
+        self, tensors: Sequence[torch.Tensor], host: torch.Tensor, half: int, part: int
+    ) -> None:
         """Allocate buffers on the device.
 
         half: maximum number of pages to store before a step; the buffer for stores has two halves
             of so many pages.
         part: number of pages to copy to the device in one part.
         """
-        super().__init__(kv, host)
+        super().__init__(tensors, host)
         self._storing = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         self._fetching = torch.cuda.Stream(self.device, priority=-1)  # type: ignore[no-untyped-call]
 
@@ -156,8 +186,9 @@ class CudaRankPages(RankPages):
         for begin in range(0, len(copies), len(self._part)):
             some = copies[begin : begin + len(self._part)]
             rows = half[begin : begin + len(some)]
-            pages = self._kv.index_select(1, self._pages_of(some)).transpose(0, 1)
-            rows[:, :-1].view(pages.shape).copy_(pages)
+            pages = self._pages_of(some)
+            for each in self._parts:
+                each.of(rows).copy_(each.words.index_select(1, pages).transpose(0, 1))
             rows[:, -1] = rows[:, :-1].sum(1)
         self._storing.wait_stream(computing)
         with torch.cuda.stream(self._storing):
@@ -213,8 +244,9 @@ class CudaRankPages(RankPages):
             source = self._host[slot : slot + count]
             rows[row : row + count].copy_(source, non_blocking=True)
         self._fetching.wait_event(steps)
-        words = rows[:, :-1].view(len(rows), len(self._kv), -1).transpose(0, 1)
-        self._kv.index_copy_(1, self._pages_of(copies), words)
+        pages = self._pages_of(copies)
+        for each in self._parts:
+            each.words.index_copy_(1, pages, each.of(rows).transpose(0, 1))
         return (rows[:, :-1].sum(1) != rows[:, -1]).sum()
 
     def _pages_of(self, copies: Sequence[PageCopy]) -> torch.Tensor:
@@ -222,33 +254,61 @@ class CudaRankPages(RankPages):
         return upload(pages, self.device)
 
 
+class RankMemory(NamedTuple):
+    """Host memory of one rank for KV pages and for states of delta nets.
+
+    slots, state_slots: numbers of pages and states that all ranks have room for.
+    states: None for a model without states.
+    """
+
+    pages: RankPages
+    slots: int
+    states: RankPages | None = None
+    state_slots: int = 0
+
+    def store(self, copies: Sequence[PageCopy], states: Sequence[PageCopy]) -> None:
+        """Copy pages and states to the host. Steps launched afterwards may write to them."""
+        if copies:
+            self.pages.store(copies)
+        if states:
+            assert self.states is not None, "a state without host memory"
+            self.states.store(states)
+
+    def fetch(self, copies: Sequence[PageCopy], states: Sequence[PageCopy]) -> Callable[[], int]:
+        """Prepare a copy of pages and states to the device, as RankPages.fetch does."""
+        runs = [self.pages.fetch(copies)]
+        if states:
+            assert self.states is not None, "a state without host memory"
+            runs.append(self.states.fetch(states))
+        return lambda: sum([run() for run in runs])
+
+
 class PageCopies:
     """Copies of KV pages between GPU and host memory, in all ranks. For the engine's thread.
 
-    The KV cache's HostPages decides which pages are copied.
+    The KV cache's HostPages decide which pages, and which states of delta nets, are copied.
 
-    slots: number of pages for which the host has room.
-    page_bytes: bytes of a page on one GPU.
+    memory: host memory of this rank.
+    page_bytes, state_bytes: bytes of a page and of a state on one GPU.
     """
 
     def __init__(
         self,
-        own: RankPages,
-        slots: int,
+        memory: RankMemory,
         page_bytes: int,
+        state_bytes: int,
         followers: Followers | None,
         wake: Callable[[], None],
     ) -> None:
         """Begin without copies.
 
-        own: host memory for this rank's pages.
         followers: processes of the other ranks; None without tensor parallelism.
         wake: called, perhaps on another thread, when a fetch is over.
         """
-        self.slots, self.page_bytes = slots, page_bytes
-        self._own, self._followers, self._wake = own, followers, wake
+        self.memory, self.page_bytes, self.state_bytes = memory, page_bytes, state_bytes
+        self._own, self._followers, self._wake = memory.pages, followers, wake
         self._worker = Workers(1, "kv-pages")
-        self._waits = own.device.type == "cuda" or followers is not None
+        self._waits = memory.pages.device.type == "cuda" or followers is not None
         self._under_way: dict[Fetch, Future[int]] = {}
         self._fetches = 0
 
@@ -261,21 +321,24 @@ class PageCopies:
                 log.error("kv_pages_damaged", extra={"pages": damaged})
             cache.end_fetch(fetch, damaged > 0)
         cache.host.room = self._own.room
+        if cache.host_states is not None and self.memory.states is not None:
+            cache.host_states.room = self.memory.states.room
         cache.store_kept()
 
     def after_plan(self, cache: KVCache) -> None:
         """Begin the copies that the cache chose while a step was planned, before its launch."""
         host = cache.host
         assert host is not None, "copies without host memory"
-        if host.to_store:
-            copies = tuple(PageCopy(slot, page) for slot, page in host.to_store.items())
-            host.to_store.clear()
+        copies, states = host.take_to_store(), tuple[PageCopy, ...]()
+        if cache.host_states is not None:
+            states = cache.host_states.take_to_store()
+        if copies or states:
             if self._followers is None:
-                self._own.store(copies)
+                self.memory.store(copies, states)
             else:
-                self._followers.queue(StorePages(copies))
+                self._followers.queue(StorePages(copies, states))
                 with for_good():
-                    self._own.store(copies)
+                    self.memory.store(copies, states)
         for fetch in host.to_fetch:
             self._begin(fetch)
         host.to_fetch.clear()
@@ -290,11 +353,12 @@ class PageCopies:
         self._worker.close()
 
     def _begin(self, fetch: Fetch) -> None:
-        future, run = Future[int](), self._own.fetch(fetch.copies)
+        states = () if fetch.state is None else (fetch.state.copy,)
+        future, run = Future[int](), self.memory.fetch(fetch.copies, states)
         if self._followers is not None:
             self._fetches += 1
             others = self._followers.expect_copy(-self._fetches)
-            self._followers.send(FetchPages(-self._fetches, fetch.copies))
+            self._followers.send(FetchPages(-self._fetches, fetch.copies, states))
             own = run
 
             def run() -> int:
@@ -309,7 +373,7 @@ class PageCopies:
                 future.set_result(run())
             except Exception:
                 log.exception("kv_pages_not_fetched")
-                future.set_result(len(fetch.copies))
+                future.set_result(max(1, len(fetch.copies)))
             self._wake()
 
         self._under_way[fetch] = future
@@ -319,33 +383,59 @@ class PageCopies:
             copy()
 
 
-def allocate_rank_pages(
-    kv: torch.Tensor, settings: EngineSettings, groups: int, least: Callable[[int], int]
-) -> tuple[RankPages, int] | None:
-    """Allocate a rank's host memory for KV pages; return it with the number of pages that all
-    ranks have room for.
+def allocate_rank_memory(
+    kv: torch.Tensor,
+    states: Sequence[torch.Tensor],
+    settings: EngineSettings,
+    groups: int,
+    least: Callable[[int], int],
+) -> RankMemory | None:
+    """Allocate a rank's host memory for KV pages; in a model with states, half of it for states.
 
-    Returns None, and logs the reason, if a rank's host memory cannot be allocated or holds no page.
+    Returns None, and logs the reason, if a rank's host memory cannot be allocated or holds no page
+    or state.
 
     kv: tensor of the KV pages on the device.
+    states: tensors of the states on the device, each [layers, slots, …].
     groups: number of groups of layers.
     least: returns the smallest of the numbers that the ranks pass to it.
     """
-    words = kv[:, :, :1].nbytes // _WORD.itemsize + 1
-    slots = settings.kv_host_bytes // settings.tensor_parallel // (words * _WORD.itemsize)
+    room = settings.kv_host_bytes // settings.tensor_parallel
+    of_states = room // 2 if states else 0
+    sizes = _buffers(kv[:, :, :1].nbytes, settings, groups)
+    pages = _allocate([page_words(kv)], room - of_states, sizes, settings, least)
+    if not states:
+        return None if pages is None else RankMemory(*pages)
+    sizes = _state_buffers(sum(each[:, :1].nbytes for each in states))
+    kept = _allocate(list(map(state_words, states)), of_states, sizes, settings, least)
+    return None if pages is None or kept is None else RankMemory(*pages, *kept)
+
+
+def _allocate(
+    tensors: Sequence[torch.Tensor],
+    size: int,
+    buffers: tuple[int, int],
+    settings: EngineSettings,
+    least: Callable[[int], int],
+) -> tuple[RankPages, int] | None:
+    """Allocate host memory of at most `size` bytes; return it with the number of rows for which all
+    ranks have room.
+
+    buffers: numbers of rows in each half of the buffer for stores, and in that for fetches.
+    """
+    device, words = tensors[0].device, sum(map(_row_words, tensors)) + 1
+    slots = size // (words * _WORD.itemsize)
+    on_gpu = device.type == "cuda"
     pages: RankPages | None = None
     error = "no room for a page" if not slots else "another rank has no host memory for pages"
     try:
-        host = host_memory(slots * words, _WORD, kv.is_cuda, None, "kv_host_bytes")
-        if slots and kv.is_cuda:
-            sizes = _buffers(kv[:, :, :1].nbytes, settings, groups)
-            pages = CudaRankPages(kv, host, *sizes)
-        elif slots:
-            pages = RankPages(kv, host)
+        host = host_memory(slots * words, _WORD, on_gpu, None, "kv_host_bytes")
+        if slots:
+            pages = CudaRankPages(tensors, host, *buffers) if on_gpu else RankPages(tensors, host)
     except (SettingsError, RuntimeError, MemoryError) as failure:
         error = str(failure)
-        if kv.is_cuda:
-            _clear_error(kv.device)
+        if on_gpu:
+            _clear_error(device)
     slots = least(0 if pages is None else slots)
     if pages is None or not slots:
         facts = {"kv_host_bytes": settings.kv_host_bytes, "error": error}
@@ -363,16 +453,21 @@ def _clear_error(device: torch.device) -> None:
         torch.ones((), device=device)
 
 
-def buffer_bytes(page_bytes: int, settings: EngineSettings, groups: int) -> int:
-    """Return the bytes that the copies of KV pages take on each GPU.
+def buffer_bytes(page_bytes: int, state_bytes: int, settings: EngineSettings, groups: int) -> int:
+    """Return the bytes that the copies of KV pages and states take on each GPU.
 
-    page_bytes: bytes of a page on one GPU.
+    page_bytes, state_bytes: bytes of a page and of a state on one GPU; state_bytes 0: no states.
     groups: number of groups of layers.
     """
     if not settings.kv_host_bytes or not settings.device.startswith("cuda"):
         return 0
-    half, part = _buffers(page_bytes, settings, groups)
-    return (2 * half + 3 * part) * (page_bytes + _WORD.itemsize)  # 2 parts for kernels' results
+    taken = 0
+    buffers = [(page_bytes, _buffers(page_bytes, settings, groups))]
+    if state_bytes:
+        buffers.append((state_bytes, _state_buffers(state_bytes)))
+    for size, (half, part) in buffers:
+        taken += (2 * half + 3 * part) * (size + _WORD.itemsize)  # 2 parts for kernels' results
+    return taken
 
 
 def _buffers(page_bytes: int, settings: EngineSettings, groups: int) -> tuple[int, int]:
@@ -382,12 +477,31 @@ def _buffers(page_bytes: int, settings: EngineSettings, groups: int) -> tuple[in
     return half, max(1, min(half, _PART_BYTES // page_bytes))
 
 
-def _words_of(kv: torch.Tensor) -> torch.Tensor:
-    """View KV pages as [pieces, pages, words] int64. Raises SettingsError if that is impossible."""
-    pieces = kv.flatten(0, 1).flatten(2)
-    if pieces.shape[2] * kv.itemsize % _WORD.itemsize:
-        raise SettingsError("the keys of a page in a layer are no whole 8 bytes: raise page_size")
-    return pieces.view(_WORD)
+def _state_buffers(state_bytes: int) -> tuple[int, int]:
+    """Return the number of states in each half of the buffer for stores, and for fetches."""
+    return max(1, min(_STATES_AT_ONCE, _HALF_BYTES // state_bytes)), 1
+
+
+def page_words(kv: torch.Tensor) -> torch.Tensor:
+    """View KV pages as [pieces, pages, words]."""
+    return _words(kv.flatten(0, 1).flatten(2))
+
+
+def state_words(states: torch.Tensor) -> torch.Tensor:
+    """View states, [layers, slots, …], as [layers, slots, words]."""
+    return _words(states.flatten(2))
+
+
+def _words(pieces: torch.Tensor) -> torch.Tensor:
+    """View the last dimension as the longest integers of which it has a whole number."""
+    size = pieces.shape[2] * pieces.itemsize
+    fitting = (torch.int64, torch.int32, torch.int16, torch.uint8)
+    return pieces.view(next(dtype for dtype in fitting if size % dtype.itemsize == 0))
+
+
+def _row_words(words: torch.Tensor) -> int:
+    """Return the number of 8-byte words, with padding, that a tensor's part of a row takes."""
+    return -(-words[:, :1].nbytes // _WORD.itemsize)
 
 
 def _runs(copies: Sequence[PageCopy]) -> Iterator[tuple[int, int, int]]:

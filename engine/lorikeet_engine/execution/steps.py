@@ -6,11 +6,13 @@
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import partial
 
+import numpy as np
 import torch
 
-from lorikeet_engine.device.async_copies import Download
+from lorikeet_engine.device.async_copies import Download, upload
 from lorikeet_engine.errors import DeviceLost, EngineError, NotFinite
 from lorikeet_engine.execution.batch_builder import (
     StepInput,
@@ -78,8 +80,14 @@ class ModelRunner:
         self._graphs = graphs
         self._states = states
         self._kv_parts = parts_of_pages(model.config, model.shape, kv)
+        self._hidden: torch.Tensor | None = None  # of the last step, for the MTP head
         self.small_sizes = () if graphs is None else graphs.whole_sizes
         self.prompt_sizes = () if graphs is None else graphs.piecewise_sizes
+
+    @property
+    def state_tensors(self) -> list[torch.Tensor]:
+        """Tensors of the states of delta nets, each [layers, slots, …]; [] without delta nets."""
+        return [] if self._states is None else self._states.tensors
 
     @property
     def state_slots(self) -> int:
@@ -144,6 +152,24 @@ class ModelRunner:
         hidden = self.model.forward(batch, self.kv, self.weights, self._attention, self._states)
         return self._logits(hidden, batch, scores)
 
+    @torch.inference_mode()
+    def predict(self, batch: Batch, following: torch.Tensor, *, predicts: bool) -> torch.Tensor:
+        """Have the MTP head predict the token after the next one, for each row of logits of the
+        step that ran last.
+
+        batch: batch of that step.
+        following [tokens] int64: next token of each of the step's tokens.
+        predicts: False: the head only writes its keys and values, from which it predicts later.
+        → [rows] int64, or [0] unless `predicts`
+        """
+        assert self._hidden is not None, "the head of no step"
+        rows = batch.logit_rows if predicts else batch.logit_rows[:0]
+        batch = replace(batch, token_ids=following, logit_rows=rows)
+        if predicts:
+            self._attention.plan(batch)  # graphs have plans of their own
+        of_step = self._hidden, batch, self.kv, self.weights, self._attention
+        return self.model.predict(*of_step).argmax(-1)
+
     def _placed(self, batch: Batch) -> Batch:
         """Return the batch with page numbers that count parts of pages, if several layers share a
         piece of a page; else the batch itself.
@@ -157,6 +183,8 @@ class ModelRunner:
     def _logits(
         self, hidden: torch.Tensor, batch: Batch, scores: LogitsReader | None
     ) -> torch.Tensor:
+        if self.model.config.mtp is not None:
+            self._hidden = hidden
         if scores is not None:
             scores.compute(hidden, lambda h, heads: self.model.logits(h, self.weights, heads))
         rows = batch.logit_rows
@@ -172,11 +200,13 @@ class SampledTokens:
     tokens: sampled tokens by row of the logits; meaningless in rows with an error.
     logprobs: log probabilities by row, for rows that requested them.
     errors: errors by row, for rows without a token.
+    predicted: token that the MTP head predicts after each; empty: the step has no predictions.
     """
 
     tokens: list[int]
     logprobs: Mapping[int, TokenLogprobs]
     errors: Mapping[int, EngineError]
+    predicted: list[int] = field(default_factory=list)
 
     def accepted(self, row: int, drafted: tuple[int, ...]) -> int:
         """Return how many drafted tokens of a sequence are accepted: the first ones, as far as they
@@ -228,10 +258,16 @@ class PendingSample:
         tokens: torch.Tensor,
         logprobs: list[LogprobReadback | ProcessedLogprobs],
         errors: Mapping[int, EngineError],
+        predict: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
+        """Begin to copy the tokens to the host.
+
+        predict: returns the MTP head's predictions for the sampled tokens; None without it.
+        """
         self.tokens = tokens.clamp(min=0)
         self._sequences = sequences
         self._download = Download(tokens)
+        self._predicted = None if predict is None else Download(predict(self.tokens))
         self._logprobs = logprobs
         self._errors = errors
 
@@ -244,7 +280,8 @@ class PendingSample:
             for row, token in enumerate(tokens):
                 if token == NOT_FINITE:
                     errors.setdefault(row, NotFinite.under(self._sequences[row].adapter))
-        return SampledTokens(tokens, logprobs, errors)
+        predicted = [] if self._predicted is None else self._predicted.wait().tolist()
+        return SampledTokens(tokens, logprobs, errors, predicted)
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,6 +293,7 @@ class ForwardPass:
     logits: [tokens to sample, vocab], on the device, in the order of the chunks.
     scores: log probabilities of the prompts' tokens; None if no prompt is scored.
     pooled: embeddings or head's scores of the prompts; None if no prompt is pooled.
+    predict: has the MTP head predict a token after each sampled one, [rows] int64; None without it.
     """
 
     chunks: list[Chunk]
@@ -263,6 +301,7 @@ class ForwardPass:
     launch: StepLaunch
     scores: PromptScores | None
     pooled: PooledPrompts | None
+    predict: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     @property
     def sequences(self) -> list[Sequence]:
@@ -321,7 +360,29 @@ def compute(
     runner.share(step_input, sampled, scores)
     logits = runner.forward(batch, _Readers.of(scores, pooled))
     launch = StepLaunch(launched_s, len(chunks), len(batch.segments or ()), expected)
-    return ForwardPass(chunks, logits, launch, scores, pooled)
+    predict = None
+    if runner.model.config.mtp is not None:
+        predict = partial(_predict, runner, batch, divided, plan.predicts)
+    return ForwardPass(chunks, logits, launch, scores, pooled, predict)
+
+
+def _predict(
+    runner: ModelRunner, batch: Batch, chunks: list[Chunk], predicts: bool, tokens: torch.Tensor
+) -> torch.Tensor:
+    """Have the MTP head predict a token after each one that a step sampled: see ModelRunner.
+
+    batch: batch of the step.
+    chunks: the step's chunks in the order of the batch.
+    tokens: sampled tokens, [rows] int64 on the device.
+    """
+    following = batch.token_ids.roll(-1)
+    ends = zip(batch.query_starts[1:].tolist(), chunks, strict=True)
+    known = [(end - 1, c.sequence.tokens[c.end]) for end, c in ends if not c.completes]
+    if known:
+        at, ids = upload(np.array(known, np.int64).T.copy(), tokens.device)
+        following.index_copy_(0, at, ids)
+    following.index_copy_(0, batch.logit_rows, tokens)
+    return runner.predict(batch, following, predicts=predicts)
 
 
 def _pooled(chunks: list[Chunk], runner: ModelRunner) -> PooledPrompts | None:
@@ -365,7 +426,7 @@ def sample(
     if logprobs is not None:
         logprobs.download(logits, tokens)
     reported = [each for each in (logprobs, processed) if each is not None]
-    pending = PendingSample(sequences, tokens, reported, allowed.errors)
+    pending = PendingSample(sequences, tokens, reported, allowed.errors, forward.predict)
     return InFlightStep(
         forward.chunks,
         pending,

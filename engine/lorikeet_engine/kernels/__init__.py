@@ -11,6 +11,7 @@
 `penalties`, `masks`: changes of logits. `sampling`: draws of tokens. `log_softmax`: log
     probabilities of tokens.
 
-In each package, `reference` holds the equations in pure torch, which run on CPUs and which tests
-compare the kernels with; `by_device` imports Triton on CUDA only.
+A package's functions are the operators' definitions in pure torch, which run on CPUs and which
+tests compare the kernels with. `by_device` replaces them on CUDA by the functions of the same names
+in the package's module `fused`, and imports Triton on CUDA only. In `lora`, `reference` has them.
 """

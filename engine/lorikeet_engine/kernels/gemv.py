@@ -21,9 +21,6 @@ class GemvConfig:
 
     rows, columns: size of the weight tile that a program reads at once.
     summed: number of neighbouring columns whose products a thread adds up as it reads them.
-    stages: number of tiles that are loaded at the same time.
-    programs: number of persistent programs, which share all rows of the weight and prefetch their
-        next rows; tiles then have whole rows. 0: a program computes `rows` rows and ends.
     warps: number of warps of a program.
     """
 
@@ -31,8 +28,6 @@ class GemvConfig:
     columns: int
     warps: int
     summed: int = 1
-    stages: int = 1
-    programs: int = 0
 
 
 FLOATS = GemvConfig(rows=4, columns=2048, warps=8, summed=8)
@@ -61,23 +56,19 @@ def gemv_config(d_in: int, *, is_fp8: bool) -> GemvConfig:
 
 
 def gemv(
-    x: torch.Tensor,
-    weight: torch.Tensor | Fp8Rows,
-    bias: torch.Tensor | None,
-    config: GemvConfig | None = None,
+    x: torch.Tensor, weight: torch.Tensor | Fp8Rows, bias: torch.Tensor | None
 ) -> torch.Tensor:
     """Compute x·Wᵀ + b for a single token; called by `linear` of kernels/lora/linear.py.
 
     x [1, d_in]: multiplied unrounded, even if the weight is FP8
     weight: W [d_out, d_in]; if its blocks have scales, their width is a multiple of 16
     bias: b [d_out]
-    config: launch parameters; None: gemv_config's
     → [1, d_out]
 
     Sums are float32, rounded once.
     """
     y = x.new_empty((1, _d_out(weight)))
-    _launch(x, weight, bias, y, config, gated=False, gelu=False)
+    _launch(x, weight, bias, y, gated=False, gelu=False)
     return y
 
 
@@ -85,19 +76,18 @@ def gemv_act_and_mul(
     x: torch.Tensor,
     weight: torch.Tensor | Fp8Rows,
     bias: torch.Tensor | None,
-    config: GemvConfig | None = None,
     *,
     gelu: bool,
 ) -> torch.Tensor:
     """Compute the first product of an MLP and its activation for one token → [1, d_out / 2].
 
-    One launch computes act_and_mul(gemv(x, weight, bias, config)), see kernels/pointwise. The
+    One launch computes act_and_mul(gemv(x, weight, bias)), see kernels/pointwise. The
     product is rounded to x's dtype before the activation, as if each had a launch.
 
     gelu: GELU instead of SiLU.
     """
     y = x.new_empty((1, _d_out(weight) // 2))
-    _launch(x, weight, bias, y, config, gated=True, gelu=gelu)
+    _launch(x, weight, bias, y, gated=True, gelu=gelu)
     return y
 
 
@@ -110,20 +100,17 @@ def _launch(
     weight: torch.Tensor | Fp8Rows,
     bias: torch.Tensor | None,
     y: torch.Tensor,
-    config: GemvConfig | None,
     *,
     gated: bool,
     gelu: bool,
 ) -> None:
     matrix, scales, high, wide = kernel_arguments(weight)
     d_out, d_in = matrix.shape
-    c = config or gemv_config(d_in, is_fp8=scales is not None)
-    row = triton.next_power_of_2(d_in)
-    block = row if c.programs else min(c.columns, row)
-    tiles = triton.cdiv(d_out, c.rows)
-    _gemv[(min(c.programs, tiles) or tiles,)](
+    c = gemv_config(d_in, is_fp8=scales is not None)
+    block = min(c.columns, triton.next_power_of_2(d_in))
+    _gemv[(triton.cdiv(d_out, c.rows),)](
         x, matrix, bias, scales, y, d_out, d_in, high, wide, bias is not None, gated, gelu,
-        c.rows, block, min(c.summed, block), c.stages, c.programs > 0,
+        c.rows, block, min(c.summed, block),
         num_warps=c.warps,
     )  # fmt: skip
 
@@ -145,10 +132,8 @@ def _gemv(
     rows: tl.constexpr,
     block: tl.constexpr,
     summed: tl.constexpr,
-    stages: tl.constexpr,
-    shared: tl.constexpr,
 ) -> None:
-    """Compute some elements of the product y of one token.
+    """Compute `rows` elements of the product y of one token.
 
     x, weight, bias: operands of `gemv`; biased: whether there is a bias.
     scales: scales of an FP8 weight; None for floats.
@@ -157,33 +142,21 @@ def _gemv(
     gelu: GELU instead of SiLU.
     rows: rows of a tile of the weight.
     summed: neighbouring columns that a thread adds up as it reads them.
-    stages: number of tiles that are loaded at the same time.
     block: columns of the weight read at once.
-    shared: whether the program goes on with other elements until none are left.
     """
-    first = tl.program_id(0)
+    tile = tl.program_id(0)
     column = tl.arange(0, block)
-    if shared:
-        values = tl.load(x + column, mask=column < d_in, other=0.0).to(tl.float32)
-        for tile in tl.range(first, tl.cdiv(d_out, rows), tl.num_programs(0), num_stages=stages):
-            row = _row(tile, d_out, gated, rows)
-            line = weight + row[:, None].to(tl.int64) * d_in
-            products = _weights(line, column, 0, d_in, block) * values[None, :]
-            sums = _added_up(products, rows, block, summed)
-            out = tl.sum(scaled(sums, scales, row, 0, d_in, high, wide, block, summed), 1)
-            _store(out, bias, scales, y, tile, row, d_out, wide, biased, gated, gelu, rows)
-    else:
-        row = _row(first, d_out, gated, rows)
-        line = weight + row[:, None].to(tl.int64) * d_in
-        total = tl.zeros((rows, block // summed), tl.float32)
-        for start in tl.range(0, d_in, block, num_stages=stages):
-            weights = _weights(line, column, start, d_in, block)
-            inside = start + column < d_in
-            values = tl.load(x + start + column, mask=inside, other=0.0).to(tl.float32)
-            sums = _added_up(weights * values[None, :], rows, block, summed)
-            total += scaled(sums, scales, row, start, d_in, high, wide, block, summed)
-        out = tl.sum(total, 1)
-        _store(out, bias, scales, y, first, row, d_out, wide, biased, gated, gelu, rows)
+    row = _row(tile, d_out, gated, rows)
+    line = weight + row[:, None].to(tl.int64) * d_in
+    total = tl.zeros((rows, block // summed), tl.float32)
+    for start in tl.range(0, d_in, block, num_stages=1):
+        weights = _weights(line, column, start, d_in, block)
+        inside = start + column < d_in
+        values = tl.load(x + start + column, mask=inside, other=0.0).to(tl.float32)
+        sums = _added_up(weights * values[None, :], rows, block, summed)
+        total += scaled(sums, scales, row, start, d_in, high, wide, block, summed)
+    out = tl.sum(total, 1)
+    _store(out, bias, scales, y, tile, row, d_out, wide, biased, gated, gelu, rows)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -17,10 +17,9 @@ from lorikeet_engine.adapter_format import Quantization, QuantizedLinears
 from lorikeet_engine.device.memory import free_bytes, gib
 from lorikeet_engine.errors import ModelError, SettingsError
 from lorikeet_engine.kernels import fp8
-from lorikeet_engine.kernels.fp8 import Fp8Rows, PartlyFp8
-from lorikeet_engine.kernels.fp8.reference import quantize_weight
+from lorikeet_engine.kernels.fp8 import Fp8Rows, PartlyFp8, quantize_weight
 from lorikeet_engine.kernels.lora.linear import FusedWeight, Weight
-from lorikeet_engine.kernels.moe import Mxfp4Experts
+from lorikeet_engine.kernels.moe.mxfp4 import Mxfp4Experts
 from lorikeet_engine.kernels.w4a16 import PackedWeight, StackedWeight
 from lorikeet_engine.kernels.w4a16 import stack as stacked
 from lorikeet_engine.models.cut import Cut, stack
@@ -109,6 +108,7 @@ class Checkpoint:
         self.packs_linears = packed and isinstance(self._weight_format, PackedFormat)
         self.packs_experts = packed and isinstance(self._weight_format, Mxfp4)
         self._unread = set(self._stored)
+        self._renamed = dict[str, str]()  # prefixes of names, to those of the files
         logged_bytes = 0 if shard.index else self._stored_bytes() // shard.world
         self._progress = LoadProgress(logged_bytes)
         self._staging = None if device.type == "meta" else Staging(device, self._progress)
@@ -326,6 +326,18 @@ class Checkpoint:
         stored = self._find(name, stored.shape if stored else (), ("U8",))
         return bytes(stored.values().numpy())
 
+    def rename(self, prefix: str, to: str) -> None:
+        """Give the tensors whose names begin with `prefix` names that begin with `to` instead.
+
+        Errors keep the names of the files.
+        """
+        self._renamed[to] = prefix
+        for name in [name for name in self._stored if name.startswith(prefix)]:
+            renamed = to + name.removeprefix(prefix)
+            self._stored[renamed] = self._stored.pop(name)
+            self._unread.discard(name)
+            self._unread.add(renamed)
+
     def check_all_read(self, ignored: tuple[str, ...] = ()) -> None:
         """Raise ModelError if the files have tensors that the model has not read.
 
@@ -468,6 +480,8 @@ class Checkpoint:
         else:
             self._unread.discard(name)
             return stored
+        for to, prefix in self._renamed.items():
+            name = prefix + name.removeprefix(to) if name.startswith(to) else name
         raise ModelError(f"{self.folder}: tensor {name} is {found}", field=name)
 
     def _becomes_fp8(self, names: Sequence[str]) -> bool:

@@ -22,7 +22,7 @@ from lorikeet_engine.adapter_format import (
 from lorikeet_engine.adapter_format.base_config import flag, integer, number, refusal
 from lorikeet_engine.adapter_format.families import LayerKind, RecurrentKeys, Width
 from lorikeet_engine.kernels.moe import Clamp
-from lorikeet_engine.models.kv_groups import KvGroups
+from lorikeet_engine.models.kv_groups import KvGroups, KvPlace
 from lorikeet_engine.models.rope_config import (
     RopeConfig,
     context_of_positions,
@@ -69,6 +69,8 @@ class ModelConfig:
     expert_groups: number of groups of experts, and of those that a token's experts are chosen from.
     conv_bias: whether the convolution of Mamba 2 has a bias.
     time_limits: smallest and largest time step of Mamba 2.
+    mtp: place in KV pages of the head for multi-token prediction; None: the model has none, or does
+        not use it.
     """
 
     shape: BaseShape
@@ -108,6 +110,28 @@ class ModelConfig:
     expert_groups: tuple[int, int]
     conv_bias: bool
     time_limits: tuple[float, float]
+    mtp: KvPlace | None = None
+
+    def with_mtp(self) -> "ModelConfig":
+        """Return this config with a place in KV pages for the head for multi-token prediction."""
+        groups = self.kv_groups
+        place = KvPlace(0, groups.page_layers)
+        return replace(self, kv_groups=replace(groups, page_layers=place.layer + 1), mtp=place)
+
+    def of_mtp(self) -> "ModelConfig":
+        """Return the config of a model whose last layer, one more, is that of the MTP head."""
+        assert self.mtp is not None, "a model without MTP head"
+        shape, groups = self.shape, self.kv_groups
+        rope = self.ropes[shape.kinds.index(LayerKind.ATTENTION)]
+        return replace(
+            self,
+            shape=replace(
+                shape, layers=shape.layers + 1, kinds=(*shape.kinds, LayerKind.ATTENTION)
+            ),
+            ropes=(*self.ropes, rope),
+            windows=(*self.windows, None),
+            kv_groups=replace(groups, places=(*groups.places, self.mtp)),
+        )
 
     @classmethod
     def from_folder(cls, folder: Path, max_context: int | None = None) -> "ModelConfig":

@@ -24,13 +24,11 @@ from lorikeet_engine.kernels.moe import (
 )
 from lorikeet_engine.kernels.pointwise import (
     act_and_mul,
-    act_and_mul_fp8,
     add_delta,
     add_rms_norm,
     add_weighed,
     rms_norm,
     squared_relu,
-    squared_relu_fp8,
 )
 from lorikeet_engine.models.checkpoint import Checkpoint
 from lorikeet_engine.models.config import ModelConfig
@@ -191,11 +189,9 @@ class Experts:
         if self.biases is not None:
             gated = clamped_swiglu(gate_up, self.biases.gate_up, routed, self.biases.clamp)
         elif self.squared_relu:
-            activate = squared_relu_fp8 if isinstance(self.down, Fp8Rows) else squared_relu
-            gated = activate(gate_up)
+            gated = squared_relu(gate_up, fp8=isinstance(self.down, Fp8Rows))
         else:
-            gate = act_and_mul_fp8 if isinstance(self.down, Fp8Rows) else act_and_mul
-            gated = gate(gate_up, gelu=self.gelu)
+            gated = act_and_mul(gate_up, gelu=self.gelu, fp8=isinstance(self.down, Fp8Rows))
         down = expert_products(gated, self.down, routed)  # [rows, hidden]
         if self.down_group is not None:
             add_expert_lora(down, rows_of(gated), adapted, self.layer, self.down_group)
@@ -358,7 +354,9 @@ class ExpertsBesideMlp:
             self._ranks.sums.all_reduce(mixed)
         y = rms_norm(mixed, self.experts_weight, self._eps)
         given = (mlp.lora, 1.0, mlp.norm_weight, mlp.exchange)
-        return Product(add_rms_norm(y, mlp.y, None, self._eps, *given), None, self.output_weight)
+        return Product(
+            rows_of(add_rms_norm(y, mlp.y, None, self._eps, *given)), None, self.output_weight
+        )
 
 
 def _pairs(own: range) -> range:

@@ -26,6 +26,7 @@ from lorikeet_engine.adapter_format.families import (
     LayerKind,
     Width,
 )
+from lorikeet_engine.errors import ModelError
 from lorikeet_engine.kernels import fp8, w4a16
 from lorikeet_engine.kernels.attention import check_latents
 from lorikeet_engine.kernels.attention.protocol import AttentionBackend, kv_head_dim
@@ -38,8 +39,14 @@ from lorikeet_engine.kernels.lora.linear import (
     linear,
     replace_logits,
 )
-from lorikeet_engine.kernels.lora.types import LoraGroup, LoraStep, LoraWeights, Segments
-from lorikeet_engine.kernels.pointwise import rotary_and_store_kv, sigmoid_gate
+from lorikeet_engine.kernels.lora.types import (
+    LoraDelta,
+    LoraGroup,
+    LoraStep,
+    LoraWeights,
+    Segments,
+)
+from lorikeet_engine.kernels.pointwise import rms_norm, rotary_and_store_kv, sigmoid_gate
 from lorikeet_engine.models.batch import Batch
 from lorikeet_engine.models.checkpoint import Checkpoint, check_room
 from lorikeet_engine.models.config import ModelConfig
@@ -66,12 +73,12 @@ from lorikeet_engine.models.rope_config import RopeConfig
 from lorikeet_engine.models.rotary import RotaryEmbeddings, Turns
 from lorikeet_engine.models.score_head import ScoreHead
 from lorikeet_engine.models.states import RecurrentStates
-from lorikeet_engine.models.stored_tensors import check_tied_head
+from lorikeet_engine.models.stored_tensors import check_tied_head, find_tensors
 from lorikeet_engine.parallel.rank_group import RankGroup
 from lorikeet_engine.parallel.shard import WHOLE, Shard
 
-_NEXT_TOKENS = "mtp."
-"""Prefix of the names of tensors for multi-token prediction, which the engine does not use."""
+_MTP = "mtp."
+"""Prefix of the names of tensors for multi-token prediction, in Qwen's and Nemotron's models."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +107,7 @@ class LlamaModel:
     shape: shape of the part of the layers that this process computes.
     generates: whether the model has lm_head, or embeddings that take its place.
     score: the model's own classification or reward head; None without one.
+    mtp: head that predicts the token after the next one; None without one.
     """
 
     def __init__(
@@ -142,6 +150,7 @@ class LlamaModel:
         self.score = ScoreHead.read(checkpoint, config.labels, size[1])
         self._rotary = RotaryEmbeddings(config.ropes, config.max_context, self.device)
         self._layer_inputs = LayerInputs(config, checkpoint) if shape.layer_input else None
+        self.mtp = None if config.mtp is None else MtpHead(config, checkpoint)
 
     def forward(
         self,
@@ -163,18 +172,43 @@ class LlamaModel:
         On CUDA, this code runs when graphs are captured at start, and in steps that are too large
         for a graph; all other steps replay graphs (execution/cuda_graphs.py).
         """
-        turns = self._rotary.at(batch.positions)
-        slots = batch.kv_slots.unbind(0)
         lora_step = _lora_step(lora, batch)
         x, layer_inputs = self._embed(batch, lora_step), None
         if self._layer_inputs is not None:
             layer_inputs = self._layer_inputs(batch.token_ids, x, lora_step)
-        layers_kv = kv.unbind(0)
-        step = _Step(batch, lora_step, attention, turns, slots, layers_kv, states, layer_inputs)
+        step = self._step(batch, kv, lora_step, attention, states, layer_inputs)
         delta = Product(torch.zeros_like(x))
         for layer in self._layers:
             delta = layer(x, delta, step)
         return self._norm.add_and_norm(x, delta)
+
+    def predict(
+        self,
+        hidden: torch.Tensor,
+        batch: Batch,
+        kv: torch.Tensor,
+        lora: LoraWeights | None,
+        attention: AttentionBackend,
+    ) -> torch.Tensor:
+        """Compute the MTP head's logits of the token after the next one, and write the head's keys
+        and values.
+
+        hidden [tokens, hidden]: result of `forward` for these tokens
+        batch: batch of `forward`, but with the next token in place of each token
+        kv: KV cache
+        lora: weights of all adapters; may be None if batch.segments is None
+        attention: back end whose `plan` was called with this batch
+        → logits [rows, vocab] for each of batch.logit_rows; without rows, the head's attention and
+          MLP are left out
+        """
+        assert self.mtp is not None, "a model without MTP head"
+        step = self._step(batch, kv, None, attention)
+        embedded = self._embed(batch, _lora_step(lora, batch))
+        if not len(batch.logit_rows):
+            self.mtp.store(embedded, hidden, step)
+            return hidden.new_empty(0, self.config.vocab_size)
+        predicting = self.mtp(embedded, hidden, step)[batch.logit_rows]
+        return self.logits(predicting, lora, batch.head_segments)
 
     def linears(self) -> list[LoraLinear]:
         """Return the linears with LoRA of this process's part of the model, in no certain order.
@@ -184,6 +218,18 @@ class LlamaModel:
         inputs = [] if self._layer_inputs is None else [self._layer_inputs]
         found = (each for part in (*self._layers, *inputs) for each in lora_linears(part))
         return list({id(each): each for each in found}.values())
+
+    def _step(
+        self,
+        batch: Batch,
+        kv: torch.Tensor,
+        lora: LoraStep | None,
+        attention: AttentionBackend,
+        states: RecurrentStates | None = None,
+        layer_inputs: torch.Tensor | None = None,
+    ) -> _Step:
+        turns, slots = self._rotary.at(batch.positions), batch.kv_slots.unbind(0)
+        return _Step(batch, lora, attention, turns, slots, kv.unbind(0), states, layer_inputs)
 
     def _embed(self, batch: Batch, lora: LoraStep | None) -> torch.Tensor:
         x = F.embedding(batch.token_ids, self._embeddings)
@@ -226,6 +272,7 @@ def load_model(
     ranks: RankGroup | None = None,
     *,
     packed: bool = False,
+    mtp: bool = False,
 ) -> LlamaModel:
     """Load a Hugging Face checkpoint folder (config.json and safetensors) onto the device.
 
@@ -238,9 +285,11 @@ def load_model(
         stored.
     ranks: processes that share the layers; this process loads its part. None: it loads all layers.
     packed: whether linears of 4 bits stay packed; False: they become floats.
+    mtp: whether to load the head for multi-token prediction.
     """
     shard = WHOLE if ranks is None else ranks.shard
-    config, nbytes = rehearse_load(folder, dtype, max_context, rounding, shard, packed=packed)
+    parts = {"packed": packed, "mtp": mtp}
+    config, nbytes = rehearse_load(folder, dtype, max_context, rounding, shard, **parts)
     if (latents := config.shape.latents) is not None and device.type == "cuda":
         check_latents(latents.kv_rank, latents.rotary)
     stored = config.quantized_linears
@@ -265,6 +314,7 @@ def rehearse_load(
     shard: Shard = WHOLE,
     *,
     packed: bool = False,
+    mtp: bool = False,
 ) -> tuple[ModelConfig, int]:
     """Check that a checkpoint can be loaded, and return its config and its weights' bytes.
 
@@ -275,9 +325,12 @@ def rehearse_load(
     max_context: limit on the tokens of a sequence; None: as many as the model has positions.
     rounding: NF4 or FP8, to which the layers' linears would be rounded; None: as stored.
     packed: whether linears of 4 bits would stay packed.
+    mtp: whether the head for multi-token prediction would be loaded.
     shard: part of the model whose bytes are returned; the first process's part is the largest.
     """
     config, meta = ModelConfig.from_folder(folder, max_context), torch.device("meta")
+    if mtp:
+        config = _with_mtp(folder, config, rounding)
     stored = config.quantized_linears
     with Checkpoint(folder, meta, dtype, stored, rounding, shard, packed=packed) as checkpoint:
         _read(config, checkpoint)
@@ -289,17 +342,40 @@ def rehearse_load(
 def _read(
     config: ModelConfig, checkpoint: Checkpoint, ranks: RankGroup | None = None
 ) -> LlamaModel:
-    model = LlamaModel(config, checkpoint, ranks)
     shape, tied = config.shape, config.tied_embeddings
-    hybrid = FAMILIES[shape.family].is_hybrid
-    # DeepSeek's are in layers behind the last one
-    beyond = f"model.layers.{shape.layers}."
-    next_tokens = _NEXT_TOKENS if shape.latents is None else beyond
+    hybrid, beyond = FAMILIES[shape.family].is_hybrid, f"model.layers.{shape.layers}."
+    if config.mtp is not None:
+        checkpoint.rename(f"{_MTP}layers.0.", beyond)
+    model = LlamaModel(config, checkpoint, ranks)
+    # DeepSeek's parts for multi-token prediction are in layers behind the last one
+    next_tokens = _MTP if shape.latents is None else beyond
     # published checkpoints have them in layers that attend to other layers' keys and values
     readers = [n for n in range(shape.layers) if shape.kv_owner(n) != n]
     unused = [f"model.layers.{n}.self_attn.{part}_" for n in readers for part in "kv"]
     checkpoint.check_all_read((*["lm_head."] * tied, *[next_tokens] * hybrid, *unused))
     return model
+
+
+def _with_mtp(folder: Path, config: ModelConfig, rounding: Quantization | None) -> ModelConfig:
+    """Return the config with the MTP head. Raises ModelError if there is none that can be served.
+
+    rounding: format to which linears would be rounded; None: none.
+    """
+
+    def refusal(reason: str) -> ModelError:
+        return ModelError(f"speculation=mtp: {reason}: want lookup or off", field="speculation")
+
+    family, stored = FAMILIES[config.shape.family], find_tensors(folder)
+    if not family.mtp:
+        raise refusal(f"{family.name} has no MTP head that can be served")
+    if config.quantized_linears is not None or rounding is not None:
+        raise refusal("the MTP head is served beside linears of floats alone")
+    if f"{_MTP}fc.weight" not in stored:
+        raise refusal(f"{folder} has no MTP head, tensors {_MTP}*")
+    others = f"{_MTP}embed_tokens.", f"{_MTP}lm_head.", f"{_MTP}layers.1."
+    if found := next((name for name in stored if name.startswith(others)), None):
+        raise refusal(f"{folder} has {found}, which no MTP head that can be served has")
+    return config.with_mtp()
 
 
 def _outer_group(linear: Linear, shape: BaseShape, shard: Shard) -> LoraGroup:
@@ -377,6 +453,55 @@ class _Layer:
         return delta
 
 
+class MtpHead:
+    """Head for multi-token prediction (MTP) of Qwen's models: predicts the token after the next.
+
+    From the last hidden state h[t] of a token and the embedding e[t + 1] of the next one, it
+    computes
+
+        m[t] = norm(layer(fc·[norm(e[t + 1]), norm(h[t])]))
+
+    from which the model's own lm_head predicts token t + 2 (DeepSeek-V3, arXiv 2412.19437, section
+    2.2, with both parts the other way round). The layer is one with attention, like the model's
+    own; it has its own place in KV pages, and no adapter changes it.
+    """
+
+    def __init__(self, config: ModelConfig, checkpoint: Checkpoint) -> None:
+        """Read the head's tensors, of which those of the layer are named as one more layer's.
+
+        Raises ModelError if a tensor is missing or malformed.
+        """
+        hidden = config.shape.hidden
+        self._fc = checkpoint.read(["mtp.fc.weight"], [hidden], 2 * hidden)
+        self._of_embedding, self._of_hidden = (
+            checkpoint.read_plus_one(f"mtp.pre_fc_norm_{part}.weight", Cut.whole(hidden))
+            for part in ("embedding", "hidden")
+        )
+        self._norm = RmsNorm(config, checkpoint, "mtp.norm")
+        self._layer = _Layer(config.of_mtp(), checkpoint, config.shape.layers, None)
+
+    def __call__(self, embedded: torch.Tensor, hidden: torch.Tensor, step: _Step) -> torch.Tensor:
+        """Compute m [tokens, hidden] of each token, and write the layer's keys and values.
+
+        embedded [tokens, hidden]: embeddings of the next tokens
+        hidden [tokens, hidden]: last hidden states
+        """
+        x = self._inputs(embedded, hidden)
+        return self._norm.add_and_norm(x, self._layer(x, Product(torch.zeros_like(x)), step))
+
+    def store(self, embedded: torch.Tensor, hidden: torch.Tensor, step: _Step) -> None:
+        """Write the layer's keys and values alone: arguments as of a call."""
+        x, mixer = self._inputs(embedded, hidden), self._layer.mixer
+        assert isinstance(mixer, _Attention)
+        norm = self._layer.mixer_norm
+        mixer.project(norm.inputs(x, Product(torch.zeros_like(x)), rounded=False), step)
+
+    def _inputs(self, embedded: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        parts = (embedded, self._of_embedding), (hidden, self._of_hidden)
+        normed = [rms_norm(x, weight, self._norm.eps) for x, weight in parts]
+        return linear(torch.cat(normed, -1), self._fc)
+
+
 class _Recurrent:
     def __init__(
         self, config: ModelConfig, checkpoint: Checkpoint, layer: int, ranks: RankGroup | None
@@ -445,9 +570,31 @@ class _Attention:
             self.sinks = checkpoint.read_float32(f"{path}.sinks", cut)
 
     def __call__(self, x: Inputs, step: _Step) -> Product:
-        layer_kv, group = step.layers_kv[self.place.layer], self.place.group
+        q, gates = self.project(x, step)
+        layer_kv = self._own_kv(step)
+        attend, group = step.attention.attend, self.place.group
+        scales = self.kv_scales if layer_kv.dtype == FP8_KV else None
+        mixed = attend(q, layer_kv, step.batch, scales, self.window, group, self.sinks)
+        if gates is not None:
+            mixed = sigmoid_gate(mixed, *by_heads(*gates, self.head_dim))
+        o = self.o(mixed.flatten(1), step.lora)
+        return summed_product(*o, self.output_weight, self._ranks)
+
+    def _own_kv(self, step: _Step) -> torch.Tensor:
+        layer_kv = step.layers_kv[self.place.layer]
         if self.shares_pieces:
-            layer_kv = layer_of_piece(layer_kv, self.kv_heads, self.kv_width, self.place.part)
+            return layer_of_piece(layer_kv, self.kv_heads, self.kv_width, self.place.part)
+        return layer_kv
+
+    def project(
+        self, x: Inputs, step: _Step
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, LoraDelta | None] | None]:
+        """Write the keys and values of hidden states x [tokens, hidden] to the KV cache.
+
+        Returns the queries [tokens, heads, head_dim], and the gates of outputs with the LoRA delta
+        to add to them; None without gates.
+        """
+        layer_kv, gates = self._own_kv(step), None
         y, lora = self.inputs(x, step.lora)
         if self.gates:
             gates, (y, lora) = columns(y, lora, self.gates, y.shape[1] - self.gates)
@@ -455,7 +602,7 @@ class _Attention:
         norm, turns = self.qk_norm, step.turns[self.rope]
         if norm is not None and self.norm_ranks is not None:
             norm = shared_qk_norm(norm, self.norm_ranks, qkv, self.kv_heads, lora)
-        slots = step.kv_slots[group]
+        slots = step.kv_slots[self.place.group]
         scales = self.kv_scales if layer_kv.dtype == FP8_KV else None
         own_kv = layer_kv if self.owns_kv else None
         rotary_and_store_kv(
@@ -465,10 +612,4 @@ class _Attention:
             keys_are_values=self.keys_are_values,
             query_gain=turns.query_gain,
         )  # fmt: skip
-        q = qkv[:, : self.heads]  # [tokens, heads, head_dim], and so mixed
-        attend = step.attention.attend
-        mixed = attend(q, layer_kv, step.batch, scales, self.window, group, self.sinks)
-        if self.gates:
-            mixed = sigmoid_gate(mixed, *by_heads(*gates, self.head_dim))
-        o = self.o(mixed.flatten(1), step.lora)
-        return summed_product(*o, self.output_weight, self._ranks)
+        return qkv[:, : self.heads], gates

@@ -5,12 +5,7 @@ import torch
 from lorikeet_engine.kernels import fp8
 from lorikeet_engine.kernels.lora.linear import Inputs, linear_act_and_mul, rows_of
 from lorikeet_engine.kernels.lora.types import LoraDelta, LoraStep
-from lorikeet_engine.kernels.pointwise import (
-    act_and_mul,
-    act_and_mul_fp8,
-    squared_relu,
-    squared_relu_fp8,
-)
+from lorikeet_engine.kernels.pointwise import act_and_mul, squared_relu
 from lorikeet_engine.models.checkpoint import Checkpoint
 from lorikeet_engine.models.config import ModelConfig
 from lorikeet_engine.models.linears import LoraLinear
@@ -75,9 +70,7 @@ class Mlp:
     def _activated(self, x: Inputs, lora: LoraStep | None) -> Inputs:
         first, gelu, rounds = self.gate_up, self.gelu, fp8.rounds(self.down.weight, len(rows_of(x)))
         if self.squared_relu:
-            return (squared_relu_fp8 if rounds else squared_relu)(*first(x, lora))
-        if rounds:
-            return act_and_mul_fp8(*first.before_act(x, lora), gelu=gelu)
-        if lora is None:
+            return squared_relu(*first(x, lora), fp8=rounds)
+        if lora is None and not rounds:
             return linear_act_and_mul(x, first.weight, first.bias, gelu=gelu)
-        return act_and_mul(*first.before_act(x, lora), gelu=gelu)
+        return act_and_mul(*first.before_act(x, lora), gelu=gelu, fp8=rounds)

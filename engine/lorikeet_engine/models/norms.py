@@ -4,19 +4,17 @@ Also chooses how the ranks' parts of a product are summed (summed_product).
 """
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
 from lorikeet_engine.adapter_format import QkNormKind
 from lorikeet_engine.errors import ModelError
-from lorikeet_engine.kernels.lora.linear import Inputs
+from lorikeet_engine.kernels.lora.linear import Inputs, rows_of
 from lorikeet_engine.kernels.lora.types import LoraDelta
 from lorikeet_engine.kernels.pointwise import (
     QkNorm,
     add_delta,
     add_rms_norm,
-    add_rms_norm_fp8,
     mean_squares,
 )
 from lorikeet_engine.models.checkpoint import Checkpoint
@@ -101,7 +99,7 @@ class RmsNorm:
         x [tokens, hidden]: hidden states.
         product: output of the linear layer before this norm.
         """
-        return add_rms_norm(x, product.y, self.weight, *self._operands(product))
+        return rows_of(self.inputs(x, product, rounded=False))
 
     def inputs(self, x: torch.Tensor, product: Product, *, rounded: bool) -> Inputs:
         """Add a product, times the residual multiplier, to x in place, then multiply x by the
@@ -112,13 +110,11 @@ class RmsNorm:
         rounded: whether to return the norm rounded to FP8 as well as unrounded. If the layer has no
             norm here, the result is x, unrounded.
         """
-        if self.weight is None or not rounded:
-            return self.add_and_norm(x, product)
-        return add_rms_norm_fp8(x, product.y, self.weight, *self._operands(product))
-
-    def _operands(self, product: Product) -> tuple[Any, ...]:
-        lora, norm_weight, exchange = product.lora, product.norm_weight, product.exchange
-        return self.eps, lora, self.multiplier, norm_weight, exchange, self.scalar
+        return add_rms_norm(
+            x, product.y, self.weight, self.eps, product.lora, self.multiplier,
+            product.norm_weight, product.exchange, self.scalar,
+            fp8=rounded and self.weight is not None,
+        )  # fmt: skip
 
 
 def read_norm_weight(

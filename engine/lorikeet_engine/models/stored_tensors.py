@@ -35,7 +35,7 @@ _DECODER = re.compile(
     r"(?:(?:language_)?model\.){1,2}((?:layers|embed_tokens(?:_per_layer)?|norm"
     r"|per_layer_model_projection|per_layer_projection_norm)\..+)"
 )
-_HEAD = re.compile(r"(?:language_model\.)?(lm_head\..+)")
+_HEAD = re.compile(r"(?:language_model\.)?((?:lm_head|mtp)\..+)")
 # As AutoModel saves a decoder alone, for embeddings.
 _BARE = "embed_tokens.weight"
 # Mixtral's checkpoints have their own names for the linears of other mixtures of experts.

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from lorikeet_engine.device.async_copies import upload
-from lorikeet_engine.kernels.sampling.reference import kept_tokens
+from lorikeet_engine.kernels.sampling import kept_tokens
 from lorikeet_engine.request import SamplingParams, TokenLogprobs
 from lorikeet_engine.sampling.draws import LEAST_TEMPERATURE, SamplingRow, draws_of
 from lorikeet_engine.sampling.logprob_readback import LogprobReadback

@@ -23,16 +23,23 @@ and the step with drafts may take only little longer than without.
 In a model with delta nets, a rejected token spoils the state. The state before the step is copied,
 and the next step computes the step's tokens up to the first rejected one again. On CUDA, both steps
 run as several graphs, which take pieces_s longer each.
+
+The model's head for multi-token prediction (MTP) predicts one token after each sampled one, on the
+device, so a draft of it is known once the host has read the token. A sequence that decodes in every
+step has always a token that is not read yet. Therefore all decodes draft, or none: if it pays, all
+pause until the host has read, and all of them wait after each step with drafts.
 """
 
 import math
+from collections.abc import Mapping
 from itertools import islice, takewhile
 from typing import NamedTuple
 
 from lorikeet_engine.costs import StepCosts
+from lorikeet_engine.request import DraftSource
 from lorikeet_engine.scheduling.forced_budget import ForcedPieces
 from lorikeet_engine.scheduling.recent_answers import RecentAnswers
-from lorikeet_engine.scheduling.sequence import Sequence
+from lorikeet_engine.scheduling.sequence import Chunk, Sequence
 
 MOST_DRAFTED = 8
 """Maximum number of drafted tokens of a sequence in a step."""
@@ -45,6 +52,10 @@ _LEAST_GAIN = 1.1
 _LONGEST = 1.04
 # Assumed time for which the device waits, if no step can be launched before drafts are read.
 _GAP_S = 1e-3
+# Steps in which the MTP head predicts nothing after a pause that led to no draft, or if its drafts
+# do not pay.
+_MTP_PAUSE = 8
+_UNREAD = -1  # in place of a token that is not known yet
 
 
 class _Draft(NamedTuple):
@@ -53,17 +64,32 @@ class _Draft(NamedTuple):
     acceptance: probability that a token comes true if all tokens before it do.
     skipped: number of predicted tokens before the first drafted one that must come true as well:
         1 if the host has not read the last token and no tokens are forced after it, else 0.
+    source: source of the tokens.
     """
 
     sequence: Sequence
     tokens: list[int]
     acceptance: float
     skipped: int
+    source: DraftSource
 
     def odds(self) -> list[float]:
         """Return for each drafted token the probability that it is accepted."""
         first = self.skipped + 1
         return [self.acceptance**at for at in range(first, first + len(self.tokens))]
+
+
+class Drafts(NamedTuple):
+    """Drafted tokens of a step.
+
+    tokens: drafted tokens of sequences; {}: none.
+    holds: whether all decodes take part in no other step until the host has read this one. Without
+        drafted tokens: whether none takes part in this step, since drafts depend on tokens that the
+        host has not read.
+    """
+
+    tokens: dict[Sequence, tuple[int, ...]]
+    holds: bool = False
 
 
 class DraftBudget:
@@ -81,6 +107,8 @@ class DraftBudget:
         sizes: tuple[int, ...] = (),
         goal_s: float | None = None,
         pieces: ForcedPieces | None = None,
+        *,
+        mtp: bool = False,
     ) -> None:
         """Start without answers.
 
@@ -89,10 +117,14 @@ class DraftBudget:
         goal_s: longest time that a step with decodes may take; None: no goal.
         pieces: sizes and limits of steps with drafts, if these run as several CUDA graphs; None:
             they are padded like all small steps.
+        mtp: whether the model's head for multi-token prediction drafts, too.
         """
         self._costs, self._sizes, self._pieces = costs, sizes, pieces
         self._longest_s = math.inf if goal_s is None else goal_s
         self.answers = RecentAnswers()
+        self._mtp = mtp
+        self._predicts = False  # whether the MTP head predicts in the last planned step
+        self._mtp_pause = 0  # steps until the MTP head predicts again
 
     def ended(self, sequence: Sequence) -> None:
         """Keep the answer of a sequence that has ended, for drafts of its adapter's next ones."""
@@ -101,34 +133,79 @@ class DraftBudget:
         if sequence.lookup is not None:
             sequence.lookup.end(answers)
 
-    def choose(
-        self, decodes: list[Sequence], room: int, *, alone: bool
-    ) -> dict[Sequence, tuple[int, ...]]:
-        """Return the drafted tokens of sequences in the next step; {} if drafts would not pay.
+    def choose(self, decodes: list[Sequence], room: int, *, alone: bool) -> Drafts:
+        """Return the drafted tokens of sequences in the next step; none if drafts would not pay.
 
         decodes: sequences that decode in the step.
         room: maximum number of drafted tokens.
         alone: whether no other sequence computes or waits.
         """
         if room <= 0:
-            return {}
+            return Drafts({})
         drafts = [draft for each in decodes if (draft := self._draft_of(each)) is not None]
-        if self._pieces is not None and len(drafts) > self._pieces.sequences:
+        if alone:
+            best = self._with_mtp(drafts, decodes) if self._mtp else drafts
+            if counts := self._together(best, decodes, room):
+                cut = _cut(best, counts)
+                unread = any(_UNREAD in tokens for tokens in cut.values())
+                return Drafts({} if unread else cut, holds=self._mtp)
+            if self._predicts:
+                self._mtp_pause = _MTP_PAUSE
+        if not drafts or self._too_many(drafts):
+            return Drafts({})
+        longest = sorted(drafts, key=lambda draft: -sum(draft.odds()))
+        tokens = ((odds, draft) for draft in longest for odds in draft.odds())
+        return Drafts(_cut(drafts, self._best([*islice(tokens, room)], decodes, together=False)))
+
+    def predicts(self, chunks: list[Chunk], room: int) -> bool:
+        """Return whether the MTP head predicts a token after each one that a step samples.
+
+        It does in steps of decodes alone, if drafts could pay were they all right.
+
+        chunks: the step's chunks.
+        room: maximum number of drafted tokens in the next step.
+        """
+        self._predicts = False
+        if not self._mtp or not chunks or room <= 0:
+            return False
+        sequences = [chunk.sequence for chunk in chunks]
+        if not all(s.decodes and not s.background for s in sequences):
+            return False
+        if self._mtp_pause:
+            self._mtp_pause -= 1
+            return False
+        certain = [_Draft(s, [_UNREAD], 1.0, 0, DraftSource.MTP) for s in sequences]
+        self._predicts = bool(self._together(certain, sequences, room))
+        return self._predicts
+
+    def _with_mtp(self, drafts: list[_Draft], decodes: list[Sequence]) -> list[_Draft]:
+        """Return drafts with those of the MTP head of which more tokens will come true.
+
+        drafts: drafts of other sources.
+        """
+        best = {draft.sequence: draft for draft in drafts}
+        for sequence in decodes:
+            draft, other = self._mtp_draft_of(sequence), best.get(sequence)
+            if draft and (other is None or sum(draft.odds()) > sum(other.odds())):
+                best[sequence] = draft
+        return [*best.values()]
+
+    def _too_many(self, drafts: list[_Draft]) -> bool:
+        return self._pieces is not None and len(drafts) > self._pieces.sequences
+
+    def _together(
+        self, drafts: list[_Draft], decodes: list[Sequence], room: int
+    ) -> dict[Sequence, int]:
+        """Return the number of drafted tokens of each sequence, of which none computes in the next
+        step; {} if drafts would not pay.
+
+        Without an MTP head, all must have a draft.
+        """
+        if not drafts or self._too_many(drafts) or not (self._mtp or len(drafts) == len(decodes)):
             return {}
-        counts = dict[Sequence, int]()
-        if drafts and alone and len(drafts) == len(decodes):
-            tokens = ((odds, draft) for draft in drafts for odds in draft.odds())
-            likeliest = sorted(tokens, key=lambda token: -token[0])[:room]
-            counts = self._best(likeliest, decodes, together=True)
-        if drafts and not counts:
-            longest = sorted(drafts, key=lambda draft: -sum(draft.odds()))
-            tokens = ((odds, draft) for draft in longest for odds in draft.odds())
-            counts = self._best([*islice(tokens, room)], decodes, together=False)
-        return {
-            draft.sequence: tuple(draft.tokens[:count])
-            for draft in drafts
-            if (count := counts.get(draft.sequence, 0))
-        }
+        tokens = ((odds, draft) for draft in drafts for odds in draft.odds())
+        likeliest = sorted(tokens, key=lambda token: -token[0])[:room]
+        return self._best(likeliest, decodes, together=True)
 
     def _best(
         self, tokens: list[tuple[float, _Draft]], decodes: list[Sequence], *, together: bool
@@ -141,12 +218,16 @@ class DraftBudget:
         tokens: drafted tokens in the order in which they are taken, each as the probability that it
             is accepted and its draft.
         decodes: all sequences that decode in the step, with or without a draft.
-        together: whether all sequences must have a draft, so that none computes in the next step.
+        together: whether no sequence computes in the next step. Without an MTP head, all must have
+            a draft then.
         """
         count = sum(sequence.decode_tokens for sequence in decodes)
         context = sum(self._costs.decode_sees(sequence.length) for sequence in decodes)
         plain_s = self._step_s(count, 0, context)
-        best, most = dict[Sequence, int](), _LEAST_GAIN * count / plain_s
+        # tokens that are computed again, with the right state, are no new ones
+        made = {sequence: 1 + len(sequence.forced) for sequence in decodes}
+        plain = sum(made.values())
+        best, most = dict[Sequence, int](), _LEAST_GAIN * plain / plain_s
         counts, expected, begin = dict[Sequence, int](), 0.0, 0
         for end in self._ends(count, len(tokens)):
             for odds, draft in tokens[begin:end]:
@@ -156,10 +237,10 @@ class DraftBudget:
             if step_s > self._longest_s or (not together and step_s > _LONGEST * plain_s):
                 break
             if not together:
-                drafting = sum(sequence.decode_tokens for sequence in counts)
-                per_s = (2 * count - drafting + expected) / (step_s + plain_s)
-            elif len(counts) == len(decodes):
-                per_s = (count + expected) / (step_s + _GAP_S)
+                drafting = sum(made[sequence] for sequence in counts)
+                per_s = (2 * plain - drafting + expected) / (step_s + plain_s)
+            elif self._mtp or len(counts) == len(decodes):
+                per_s = (plain + expected) / (step_s + _GAP_S)
             else:
                 continue
             if per_s > most:
@@ -210,10 +291,39 @@ class DraftBudget:
         predicted = lookup.predict(first + most if most > 0 else 0)
         if lookup.acceptance < _LEAST_ACCEPTANCE:
             return None
-        sequence.drafted_from = lookup.source
         if forced:
             if tuple(predicted[skipped:first]) != forced:
                 return None
             skipped = 0  # before forced tokens, no other token could be sampled
         tokens = list(takewhile(lambda token: token not in sequence.stop_ids, predicted[first:]))
-        return _Draft(sequence, tokens, lookup.acceptance, skipped) if tokens else None
+        if not tokens:
+            return None
+        return _Draft(sequence, tokens, lookup.acceptance, skipped, lookup.source)
+
+    def _mtp_draft_of(self, sequence: Sequence) -> _Draft | None:
+        """Return the MTP head's draft of a decoding sequence; None if it cannot have any.
+
+        The drafted token is _UNREAD if the host has not read the token before it.
+        """
+        lookup, left = sequence.lookup, sequence.max_tokens - sequence.output_length
+        if lookup is None or sequence.forced or left < 2:
+            return None
+        token, acceptance = lookup.predicted, lookup.mtp_acceptance
+        if sequence.pending_rows:
+            token = _UNREAD if self._predicts else None
+        if token is None or token in sequence.stop_ids or acceptance < _LEAST_ACCEPTANCE:
+            return None
+        return _Draft(sequence, [token], acceptance, 0, DraftSource.MTP)
+
+
+def _cut(drafts: list[_Draft], counts: Mapping[Sequence, int]) -> dict[Sequence, tuple[int, ...]]:
+    """Return the first tokens of drafts, by sequence.
+
+    counts: number of tokens of each sequence; those without one are left out.
+    """
+    cut = dict[Sequence, tuple[int, ...]]()
+    for draft in drafts:
+        if count := counts.get(draft.sequence, 0):
+            draft.sequence.drafted_from = draft.source
+            cut[draft.sequence] = tuple(draft.tokens[:count])
+    return cut

@@ -66,6 +66,17 @@ class PageCopy(NamedTuple):
     page: int
 
 
+class StateFetch(NamedTuple):
+    """State of delta nets on its way to the GPU.
+
+    cached: the state, by the key of the last page of its prefix.
+    copy: its slots on the host and on the GPU.
+    """
+
+    cached: CachedPage
+    copy: PageCopy
+
+
 @dataclass(eq=False, slots=True)
 class Fetch:
     """Pages of one prefix on their way to the GPU. Sequences with this prefix wait until it is
@@ -75,17 +86,20 @@ class Fetch:
     copies: for each of these pages, its slot and the page on the GPU that it is copied to.
     kept: for each group of layers, all pages of the prefix on the GPU, with those that are copied;
         the fetch holds a reference to each, so that none is evicted.
+    state: state behind the prefix, if it is copied, too.
     over: whether the fetch has ended.
     """
 
     arriving: dict[int, CachedPage]
     copies: tuple[PageCopy, ...]
     kept: list[list[int]]
+    state: StateFetch | None = None
     over: bool = False
 
 
 class HostPages:
-    """Slots of host memory for KV pages. For the engine's thread only.
+    """Slots of host memory for KV pages, or for states of delta nets, each a page of the one group.
+    For the engine's thread only.
 
     Plans copies; execution/page_copies.py makes them.
 
@@ -203,14 +217,21 @@ class HostPages:
             self._order.move_to_end(slot)
         self._spared.discard(slot)
 
-    def pays(self, pages: int, tokens: int, depth: int) -> bool:
+    def take_to_store(self) -> tuple[PageCopy, ...]:
+        """Return the copies of to_store, and clear it."""
+        copies = tuple(PageCopy(slot, page) for slot, page in self.to_store.items())
+        self.to_store.clear()
+        return copies
+
+    def pays(self, pages: int, tokens: int, depth: int, more_bytes: int = 0) -> bool:
         """Whether fetching pages is expected to take less time than computing them again.
 
         pages: number of pages to fetch.
         tokens: number of tokens that need not be computed then.
         depth: number of tokens before these.
+        more_bytes: bytes to fetch beside the pages.
         """
-        fetch_s = self._fetch_s((self._fetching + pages) * self.page_bytes)
+        fetch_s = self._fetch_s((self._fetching + pages) * self.page_bytes + more_bytes)
         return fetch_s < self._costs.prompts_s(tokens, seen_tokens(tokens, depth))
 
     def hold(self, slots: Iterable[int]) -> dict[int, CachedPage]:

@@ -32,7 +32,13 @@ from itertools import chain, zip_longest
 from typing import NamedTuple
 
 from lorikeet_engine.kernels.delta_net import CHUNK
-from lorikeet_engine.scheduling.host_pages import CachedPage, Fetch, HostPages, PageCopy
+from lorikeet_engine.scheduling.host_pages import (
+    CachedPage,
+    Fetch,
+    HostPages,
+    PageCopy,
+    StateFetch,
+)
 from lorikeet_engine.scheduling.page_needs import PageNeeds
 from lorikeet_engine.scheduling.page_pool import PagePool
 from lorikeet_engine.scheduling.state_pool import StatePool
@@ -41,6 +47,9 @@ TokenIds = tuple[int, ...] | list[int]
 """Tokens of a sequence: at first the prompt's tuple, which its choices share; later its own
 list.
 """
+
+
+_STATE = -1  # in place of a group of layers: the state behind a page
 
 
 class PageKeys:
@@ -289,7 +298,8 @@ class KVCache(PagePool):
     states: slots for states of delta nets; None for a model without delta nets.
     state_piece: states are saved only behind multiples of this many tokens of a chunk, as kernels
         compute chunks in such pieces. Decodes save a state once per so many tokens.
-    host: host memory for pages that leave the cache; None without. Not for models with states.
+    host: host memory for pages that leave the cache; None without.
+    host_states: host memory for states that leave the cache; None without host or states.
     """
 
     state_piece = CHUNK
@@ -302,6 +312,7 @@ class KVCache(PagePool):
         step_tokens: int = 0,
         states: StatePool | None = None,
         host: HostPages | None = None,
+        host_states: HostPages | None = None,
     ) -> None:
         super().__init__(pages, len(windows))
         self.page_size = page_size
@@ -310,7 +321,9 @@ class KVCache(PagePool):
         # For sequences in the foreground and in the background (True): key → number of them that
         # are about to write such a page.
         self._unwritten: dict[bool, Counter[bytes]] = {False: Counter(), True: Counter()}
-        self.states, self.host = states, host
+        self.states, self.host, self.host_states = states, host, host_states
+        if states is not None and host_states is not None:
+            states.on_evict = self._store_state
         self._arriving: dict[tuple[int, bytes], Fetch] = {}  # by group of layers and key
 
     def pages_for(self, tokens: int) -> int:
@@ -420,6 +433,8 @@ class KVCache(PagePool):
             return True
         keys = kv.shareable_keys()
         hit, end = self._hit_with_host(keys)
+        if self.states is not None:
+            hit, end = self.states.longest(keys[:hit]), self._longest_with_host(keys[:end])
         if end <= hit:
             return False
         begins = self._needed_from(end)
@@ -429,15 +444,18 @@ class KVCache(PagePool):
             for key in keys[begin:end]
             if key not in self._pages_of[group]
         ]
-        fetch = next((self._arriving[each] for each in lacking if each in self._arriving), None)
+        state = None if self._has_state(keys[end - 1]) else keys[end - 1]
+        wanted = lacking if state is None else [*lacking, (_STATE, state)]
+        fetch = next((self._arriving[each] for each in wanted if each in self._arriving), None)
         if fetch is None and not kv.has_fetched:
             size = self.page_size
-            if self.host.pays(len(lacking), (end - hit) * size, hit * size):
+            more = 0 if state is None or self.host_states is None else self.host_states.page_bytes
+            if self.host.pays(len(lacking), (end - hit) * size, hit * size, more):
                 kept = [
                     [pages[key] for key in keys[begin:end] if key in pages]
                     for pages, begin in zip(self._pages_of, begins, strict=True)
                 ]
-                fetch = self._begin_fetch(lacking, kept, spare)
+                fetch = self._begin_fetch(lacking, kept, spare, state)
                 kv.has_fetched = fetch is not None
         if fetch is not None:
             if kv.fetch is None:
@@ -452,6 +470,8 @@ class KVCache(PagePool):
             del self._arriving[cached.group, cached.key]
             if not damaged and self.host.has(cached, slot):
                 self.publish(page, cached.key, cached.adapter, cached.group, cached.tenant)
+        if fetch.state is not None:
+            self._end_state_fetch(fetch.state, damaged)
         if damaged:
             self.host.counts.damaged += len(fetch.copies)
             self.host.forget(fetch.arriving)
@@ -520,6 +540,12 @@ class KVCache(PagePool):
         if self.host is None or kv.written < tokens:
             return
         keys = kv.keys(tokens // self.page_size)
+        if self.states is not None and self.host_states is not None:
+            keys = keys[: self.states.longest(keys)]
+            states = [
+                CachedPage(0, key, kv.adapter_of(len(keys) - 1), kv.tenant) for key in keys[-1:]
+            ]
+            self.host_states.keep(name, states)
         begins = self._needed_from(len(keys))
         self.host.keep(
             name,
@@ -537,6 +563,11 @@ class KVCache(PagePool):
             page = self._pages_of[cached.group].get(cached.key)
             if page is not None:
                 self.host.store(cached, page)
+        if self.states is not None and self.host_states is not None:
+            for cached in self.host_states.take_to_keep():
+                slot = self.states.slot_of(cached.key)
+                if slot is not None:
+                    self.host_states.store(cached, slot)
 
     def clear(self, kv: SequencePages) -> None:
         """Release all pages of a sequence, if it has any."""
@@ -615,14 +646,14 @@ class KVCache(PagePool):
         """Remove these keys in all groups, so that no sequence finds their pages and states."""
         keys = list(keys)
         super().forget_keys(keys)
-        for kept in (self.states, self.host):
+        for kept in (self.states, self.host, self.host_states):
             if kept is not None:
                 kept.forget_keys(keys)
 
     def forget_adapter(self, digest: str) -> None:
         """Remove the keys of all pages and states computed with an adapter."""
         super().forget_adapter(digest)
-        for kept in (self.states, self.host):
+        for kept in (self.states, self.host, self.host_states):
             if kept is not None:
                 kept.forget_adapter(digest)
 
@@ -632,15 +663,57 @@ class KVCache(PagePool):
             self.host.store(CachedPage(*of), page)
         super()._evict(page, key)
 
+    def _store_state(self, slot: int, key: bytes, adapter: str | None, tenant: str) -> None:
+        assert self.host_states is not None, "no states on the host"
+        self.host_states.store(CachedPage(0, key, adapter, tenant), slot)
+
+    def _has_state(self, key: bytes) -> bool:
+        """Whether the GPU has the state behind a page; True in a model without states."""
+        return self.states is None or self.states.slot_of(key) is not None
+
+    def _longest_with_host(self, keys: list[bytes]) -> int:
+        """Return the number of leading keys up to and including the last one whose state the GPU or
+        the host has; 0 if none has.
+        """
+        on_host: Container[bytes] = ()
+        if self.host_states is not None:
+            on_host = self.host_states.pages_of[0]
+        found = (at for at in range(len(keys), 0, -1) if keys[at - 1] in on_host)
+        assert self.states is not None
+        return max(self.states.longest(keys), next(found, 0))
+
+    def _end_state_fetch(self, fetch: StateFetch, damaged: bool) -> None:
+        """Let sequences find a state that a fetch has brought; drop it if it is damaged."""
+        assert self.states is not None
+        assert self.host_states is not None
+        cached, (slot, own) = fetch
+        del self._arriving[_STATE, cached.key]
+        if damaged:
+            self.host_states.counts.damaged += 1
+        else:
+            self.host_states.counts.fetched += 1
+        if damaged or not self.host_states.has(cached, slot):
+            self.states.release(own)
+        else:
+            self.states.publish(own, cached.key, cached.adapter, cached.tenant)
+        if damaged:
+            self.host_states.forget([slot])
+        self.host_states.drop_holds([slot])
+
     def _begin_fetch(
-        self, lacking: list[tuple[int, bytes]], kept: list[list[int]], spare: int
+        self,
+        lacking: list[tuple[int, bytes]],
+        kept: list[list[int]],
+        spare: int,
+        state: bytes | None,
     ) -> Fetch | None:
-        """Give pages to a fetch; return None if too few are free.
+        """Give pages to a fetch; return None if too few are free, or no slot for the state.
 
         lacking: group of layers and key of each page to fetch.
         kept: for each group of layers, pages of the prefix that are cached on the GPU; the fetch
             keeps them there.
         spare: number of other sequences; one free page per group is left for each of them.
+        state: key of the page behind which a state is to be fetched; None: no state is.
         """
         assert self.host is not None, "a fetch without a host"
         for pages in kept:
@@ -648,15 +721,36 @@ class KVCache(PagePool):
         if self.pages_lacking(len(lacking), spare) > 0:
             self._release_all(kept)
             return None
+        arriving_state = None
+        if state is not None:
+            arriving_state = self._begin_state_fetch(state)
+            if arriving_state is None:
+                self._release_all(kept)
+                return None
         # Held before pages are taken: pages that these evict are stored in other slots.
         arriving = self.host.hold(self.host.pages_of[group][key] for group, key in lacking)
         taken = self.take(len(lacking))
-        fetch = Fetch(arriving, tuple(map(PageCopy, arriving, taken)), kept)
+        copies = tuple(map(PageCopy, arriving, taken))
+        fetch = Fetch(arriving, copies, kept, arriving_state)
+        if state is not None:
+            self._arriving[_STATE, state] = fetch
         for cached, page in zip(arriving.values(), taken, strict=True):
             self._arriving[cached.group, cached.key] = fetch
             kept[cached.group].append(page)
         self.host.to_fetch.append(fetch)
         return fetch
+
+    def _begin_state_fetch(self, key: bytes) -> StateFetch | None:
+        """Give a slot to a state that is to be fetched; return None if none is free."""
+        assert self.states is not None
+        assert self.host_states is not None, "no states on the host"
+        slot = self.host_states.pages_of[0][key]
+        held = self.host_states.hold([slot])  # before a slot is taken, which may store its state
+        own = self.states.take_to_save()
+        if own is None:
+            self.host_states.drop_holds([slot])
+            return None
+        return StateFetch(held[slot], PageCopy(slot, own))
 
     def _take_to_save(self, kv: SequencePages, tokens: int) -> int | None:
         """Give a slot for the state behind a sequence's first `tokens` tokens, if one is free."""
@@ -674,7 +768,8 @@ class KVCache(PagePool):
         assert self.states is not None
         for tokens in [tokens for tokens in kv.saving if tokens <= end]:
             keys = kv.keys(tokens // self.page_size)
-            self.states.publish(kv.saving.pop(tokens), keys[-1], kv.adapter_of(len(keys) - 1))
+            adapter = kv.adapter_of(len(keys) - 1)
+            self.states.publish(kv.saving.pop(tokens), keys[-1], adapter, kv.tenant)
             if tokens > kv.announced * self.page_size:
                 if kv.answered:
                     self.states.forget_keys([keys[kv.answered // self.page_size - 1]])

@@ -32,6 +32,8 @@ _UNUSED_S = 600.0
 _SHORTEST = 4
 # Weight of the last answer in the acceptance.
 _NEWEST = 1 / 4
+# Acceptance that is assumed of the head for multi-token prediction until it is known.
+_MTP_ACCEPTANCE = 0.6
 
 Key = tuple[str, str, str | None]
 """Tenant, salt and adapter digest (None for the base model) of requests."""
@@ -43,7 +45,7 @@ class AdapterAnswers:
     tokens: answers, the latest last, each behind its prompt's last LEAD (3) tokens and before END
         (-1); never changed in place.
     acceptance: share of predicted tokens that came true, 0 to 1: a moving average over the answers,
-        by the text the predictions were found in (the answer's own sequence or recent answers).
+        by the source of the predictions.
     used_s: time of the last use, by the monotonic clock.
     """
 
@@ -52,7 +54,7 @@ class AdapterAnswers:
     def __init__(self) -> None:
         self.tokens: Tokens = np.empty(0, np.int32)
         self.used_s = 0.0
-        self.acceptance = dict.fromkeys(DraftSource, 0.0)
+        self.acceptance = dict.fromkeys(DraftSource, 0.0) | {DraftSource.MTP: _MTP_ACCEPTANCE}
 
     @property
     def nbytes(self) -> int:
@@ -73,7 +75,7 @@ class AdapterAnswers:
     def record(self, source: DraftSource, acceptance: float) -> None:
         """Include the share of an answer's predicted tokens that came true in `acceptance`.
 
-        source: text in which they were found: the answer's own sequence or recent answers.
+        source: source of the predictions.
         acceptance: the share, 0 to 1.
         """
         self.acceptance[source] += _NEWEST * (acceptance - self.acceptance[source])

@@ -65,11 +65,13 @@ class StepPlan:
     failed: sequences dropped because their adapter could not be loaded, with the error.
     scored: for prompt_logprobs, the prompt tokens of the chunks from whose logits the log
         probability of the next prompt token is computed.
+    predicts: whether the MTP head predicts a token after each sampled one.
     """
 
     chunks: list[Chunk]
     failed: dict[Sequence, AdapterError]
     scored: list[ScoredRows]
+    predicts: bool = False
 
 
 class Throughput:
@@ -240,7 +242,9 @@ class Scheduler:
         if self._cache.states is not None:
             chunks = [self._with_state(chunk) for chunk in chunks]
         self._throughput.step_planned(prefills.saturated)
-        return StepPlan(chunks, self._drop_failed(prefills.failed), budget.scored)
+        room = self._limits.sequences - len(active)
+        predicts = self._drafts is not None and self._drafts.predicts(chunks, room)
+        return StepPlan(chunks, self._drop_failed(prefills.failed), budget.scored, predicts)
 
     def launched(self, chunks: list[Chunk], forced: Mapping[int, tuple[int, ...]]) -> None:
         """Record that a step with these chunks was launched; the next plan counts the step's tokens
@@ -257,7 +261,7 @@ class Scheduler:
             sequence.timings.steps += 1
             if chunk.completes:
                 sequence.add_pending(row, () if drafted else forced.get(row, ()))
-                sequence.awaits_verification = drafted > 0
+                sequence.awaits_read = chunk.holds
                 cost = OUTPUT_TOKEN * sequence.decode_tokens + PROMPT_TOKEN * drafted
                 sequence.cost.counter.charge(cost)
                 tokens += sequence.decode_tokens
@@ -392,7 +396,7 @@ class Scheduler:
         return step_budget.background_tokens(rows)
 
     def _schedule_decodes(self, active: list[Sequence]) -> list[Chunk]:
-        """Return a chunk of each decoding sequence that awaits no verification of drafted tokens.
+        """Return a chunk of each decoding sequence that need not wait until the host has read.
 
         Background sequences beyond the step's limit on background tokens get none. Preempts
         sequences if there are too few KV pages for all.
@@ -406,7 +410,7 @@ class Scheduler:
         while index < len(active):
             sequence = active[index]
             pauses = sequence.background and sequence.decode_tokens > self._background_tokens
-            if pauses or not sequence.decodes or sequence.awaits_verification:
+            if pauses or not sequence.decodes or sequence.awaits_read:
                 index += 1
             elif self._cache.grow(sequence.kv, sequence.length):
                 chunks.append(Chunk.of(sequence, sequence.decode_tokens))
@@ -420,13 +424,14 @@ class Scheduler:
         """Add drafted tokens to the chunks of decodes, if that pays and takes nothing from others.
 
         While a sequence awaits the verification of its drafted tokens, no other gets any, so that
-        all sequences with drafts have them in the same step.
+        all sequences with drafts have them in the same step. If all decodes wait for the host
+        before they draft, none has a chunk.
 
         active: running sequences that still compute tokens.
         """
         if self._drafts is None:
             return decodes
-        if not decodes or any(sequence.awaits_verification for sequence in active):
+        if not decodes or any(sequence.awaits_read for sequence in active):
             return decodes
         waiting, limits = len(self.waiting), self._limits
         room = min(  # the step samples no more tokens than there may be sequences
@@ -434,16 +439,21 @@ class Scheduler:
             limits.tokens - sum(chunk.length for chunk in decodes),
         )
         alone = len(decodes) == len(active) and not waiting
-        drafts = self._drafts.choose([chunk.sequence for chunk in decodes], room, alone=alone)
+        drafts, holds = self._drafts.choose([c.sequence for c in decodes], room, alone=alone)
+        if holds and not drafts:
+            for chunk in decodes:
+                chunk.sequence.awaits_read = bool(chunk.sequence.pending_rows)
+            return []
         if not self._cache.may_all_grow(len(active) + sum(map(len, drafts.values()))):
             return decodes
         for at, chunk in enumerate(decodes):
             drafted = drafts.get(chunk.sequence)
+            decodes[at] = chunk._replace(holds=holds)
             if drafted and self._cache.back_up_state(chunk.sequence.kv):
                 end = chunk.end + len(drafted)
                 grown = self._cache.grow(chunk.sequence.kv, end)
                 assert grown, "a draft without KV pages"
-                decodes[at] = chunk._replace(end=end, drafted=drafted)
+                decodes[at] = chunk._replace(end=end, drafted=drafted, holds=True)
         return decodes
 
     def _count_background(self, chunk: Chunk) -> None:

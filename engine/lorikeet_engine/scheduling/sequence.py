@@ -212,10 +212,10 @@ class Sequence:
     length: number of tokens, pending and forced ones included.
     decode_tokens: number of tokens that the next decode computes: the last sampled token and the
         forced tokens.
-    awaits_verification: whether a step was launched that verifies drafted tokens, and the host has
-        not read which of them are accepted. The sequence takes part in no step until then.
+    awaits_read: whether the sequence takes part in no step until the host has read its pending
+        token, because this step verifies drafted tokens, or because drafts depend on the token.
     lookup: predicts next tokens, for drafts; None before the first use.
-    drafted_from: kind of text in which the latest draft was found: the sequence or recent answers.
+    drafted_from: source of the latest draft.
     kv: KV pages of the sequence.
     adapter: adapter that changes the sequence's tokens; None for the base model alone, also if the
         prompt does not have the invocation tokens of the request's activated LoRA.
@@ -268,7 +268,7 @@ class Sequence:
         self.pending_rows: list[int] = []
         self.forced: tuple[int, ...] = ()
         self.decode_tokens = 1
-        self.awaits_verification = False
+        self.awaits_read = False
         self.lookup: PromptLookup | None = None
         self.drafted_from = DraftSource.LOOKUP
         self.prompt_length, self.length = len(self.prompt), len(self.tokens)
@@ -398,21 +398,22 @@ class Sequence:
 
         forced: tokens that follow the pending token without sampling.
         """
-        self.awaits_verification = False
         self.forced = forced
         self.length += len(tokens) + len(forced)
         if self.status is SequenceStatus.RUNNING:  # else release() has set it
             self.decode_tokens = 1 + len(forced)
         self._append(tokens)
 
-    def accept(self, token: int) -> FinishReason | None:
+    def accept(self, token: int, predicted: int | None = None) -> FinishReason | None:
         """Append the oldest sampled token that was not read yet, and the tokens forced after it.
 
         Returns the reason why the sequence ends; None if it goes on. A stop id ends the sequence
         and is not appended. Raises InvalidRequest if the grammar does not accept a token.
 
         token: the sampled token, which the host has just read.
+        predicted: token that the MTP head predicts after it; None: it predicts none.
         """
+        self.awaits_read = self.awaits_read and len(self.pending_rows) > 1
         if token in self.stop_ids:
             self.pending_rows.clear()
             self.length = len(self.tokens)
@@ -420,6 +421,8 @@ class Sequence:
         del self.pending_rows[0]
         accepted, self.forced = (token, *self.forced), ()
         self._append(accepted)
+        if self.lookup is not None and len(accepted) == 1:
+            self.lookup.predicted = predicted
         if self.matcher is not None and self.matcher.must_end:
             return FinishReason.STOP
         return FinishReason.LENGTH if self.complete and not self.pending_rows else None
@@ -450,6 +453,7 @@ class Chunk(NamedTuple):
         delta nets.
     drafted: predicted tokens at the chunk's end. A token is sampled in the place of each of them,
         and one behind the last.
+    holds: whether the sequence takes part in no other step until the host has read this one.
     """
 
     sequence: Sequence
@@ -459,6 +463,7 @@ class Chunk(NamedTuple):
     pages: "list[array[int]]"
     state: StateUse | None = None
     drafted: tuple[int, ...] = ()
+    holds: bool = False
 
     @classmethod
     def of(cls, sequence: Sequence, max_tokens: int) -> "Chunk":

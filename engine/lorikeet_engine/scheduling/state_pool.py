@@ -7,7 +7,7 @@ first.
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 
@@ -37,6 +37,8 @@ class StatePool:
 
     slots: number of slots.
     counts: counts of cached states.
+    on_evict: called with slot, key, adapter's digest and tenant of a cached state whose slot is
+        about to be given away.
     """
 
     def __init__(self, slots: int, running: int, counts: StateCounts | None = None) -> None:
@@ -48,10 +50,12 @@ class StatePool:
         counts: counts that the pool increases; None: new counts.
         """
         self.slots, self.counts = slots, counts or StateCounts()
+        self.on_evict: Callable[[int, bytes, str | None, str], None] = lambda *_: None
         self._most_saving = slots - running - 1
         self._saving = set[int]()  # owned slots into which states are being copied
         self._keys: list[bytes | None] = [None] * slots
         self._adapters: list[str | None] = [None] * slots  # digests; only for slots with a key
+        self._tenants = [""] * slots  # meaningful only for slots with a key
         self._slot_of: dict[bytes, int] = {}
         self._holds = Counter[int]()
         # In the order in which slots are given out; those without a key come first.
@@ -80,6 +84,10 @@ class StatePool:
         """
         return next((i for i in range(len(keys), 0, -1) if keys[i - 1] in self._slot_of), 0)
 
+    def slot_of(self, key: bytes) -> int | None:
+        """Return the slot of a cached state; None if it is not cached."""
+        return self._slot_of.get(key)
+
     def hold(self, key: bytes) -> int:
         """Return the slot of a cached state, which is kept until `drop_hold`."""
         slot = self._slot_of[key]
@@ -105,7 +113,10 @@ class StatePool:
         if not self._free:
             return None
         slot, _ = self._free.popitem(last=False)
-        self.counts.evicted += self._keys[slot] is not None
+        key = self._keys[slot]
+        if key is not None:
+            self.counts.evicted += 1
+            self.on_evict(slot, key, self._adapters[slot], self._tenants[slot])
         self._forget(slot)
         return slot
 
@@ -122,19 +133,20 @@ class StatePool:
             self._saving.add(slot)
         return slot
 
-    def publish(self, slot: int, key: bytes, adapter_digest: str | None) -> None:
+    def publish(self, slot: int, key: bytes, adapter_digest: str | None, tenant: str = "") -> None:
         """Let sequences find the state in an owned slot, and end the slot's ownership.
 
         If another slot has a state of this key, the slot becomes free.
 
         adapter_digest: adapter under which the state was computed; None for the base model alone.
+        tenant: tenant for whom the state was computed.
         """
         if key in self._slot_of:
             self.release(slot)
             return
         self._saving.discard(slot)
         self.counts.saved += 1
-        self._keys[slot], self._adapters[slot] = key, adapter_digest
+        self._keys[slot], self._adapters[slot], self._tenants[slot] = key, adapter_digest, tenant
         self._slot_of[key] = slot
         self._free[slot] = None
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.costs import MeasuredCosts, StepCosts
-from lorikeet_engine.request import DraftCounts
+from lorikeet_engine.request import DraftCounts, DraftSums
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +21,7 @@ class EngineInfo:
     tensor_parallel: number of GPUs, or processes on a CPU, among which the base model is divided.
     dtype: data type of activations, such as bfloat16.
     generates: whether the base model has lm_head; without it, it only pools prompts.
+    kv_tokens: number of tokens that the KV pages on the GPUs hold; 0: unknown.
     """
 
     vocab_size: int
@@ -32,6 +33,7 @@ class EngineInfo:
     tensor_parallel: int = 1
     dtype: str = "float32"
     generates: bool = True
+    kv_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +104,8 @@ class HostPageUsage(NamedTuple):
     damaged: number of pages dropped because the checksum of their fetch was wrong.
     tokens: number of prompt tokens whose pages came from the host.
     of_prompts: number of the pages in host memory that are kept for pinned prompts.
+    states, state_slots: number of states of delta nets in host memory, and of those for which it
+        has room.
     """
 
     used: int
@@ -113,6 +117,8 @@ class HostPageUsage(NamedTuple):
     damaged: int
     tokens: int
     of_prompts: int = 0
+    states: int = 0
+    state_slots: int = 0
 
 
 class EvictionCandidate(NamedTuple):
@@ -169,7 +175,7 @@ class LiveStats:
 
 
 @dataclass(frozen=True, slots=True)
-class EngineStatus:
+class EngineStatus(DraftSums):
     """State of an engine, contents of each tier, and counts since the start.
 
     costs: costs of steps and loads; defaults where nothing was measured.
@@ -216,16 +222,6 @@ class EngineStatus:
     states: StateUsage | None = None
     moved: Mapping[str, Residency] = field(default_factory=dict)
     host_pages: HostPageUsage | None = None
-
-    @property
-    def drafted_tokens(self) -> int:
-        """Number of drafted tokens that steps have verified."""
-        return sum(counts.drafted for counts in self.drafts)
-
-    @property
-    def accepted_tokens(self) -> int:
-        """Number of drafted tokens that became output tokens."""
-        return sum(counts.accepted for counts in self.drafts)
 
 
 class AdapterStatus(NamedTuple):

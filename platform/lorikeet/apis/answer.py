@@ -5,11 +5,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from hashlib import sha256
 
-from lorikeet.apis.chat.answer import EventStream, json_body
-from lorikeet.apis.messages.answer import AnswerProgress, MessageEventStream, message_body
+from lorikeet.apis.chat.answer import EventStream, failed_completion_event, json_body
+from lorikeet.apis.messages.answer import (
+    AnswerProgress,
+    MessageEventStream,
+    failed_message_event,
+    message_body,
+)
 from lorikeet.apis.pooling.answer import pooled_body
-from lorikeet.apis.responses.answer import ResponseEventStream, response_body
-from lorikeet.errors import InvalidInput, engine_code
+from lorikeet.apis.responses.answer import ResponseEventStream, failed_response_event, response_body
+from lorikeet.errors import InvalidInput, LorikeetError, engine_code
 from lorikeet.protocol.messages import Call, Endpoint, FinalUsage, Refusal, StreamItem, Thinking
 from lorikeet.text.choice import Choice, SaidChoice, SchemaCheck, ToolCallPart, whole_calls
 from lorikeet.text.choice_stream import ChoiceStream, open_choice
@@ -302,6 +307,19 @@ def whole_answer(
         case Endpoint.MESSAGES:
             return message_body(call, choices[0], usage, checks)
     return json_body(call, choices, usage, checks)
+
+
+def failed_event(call: Call, sent: int, error: LorikeetError) -> bytes:
+    """Return the event that ends a failed stream, in the shape of the called API.
+
+    sent: number of events sent before this event.
+    """
+    match call.endpoint:
+        case Endpoint.RESPONSES:
+            return failed_response_event(call, sent, error.code, error.message, error.param)
+        case Endpoint.MESSAGES:
+            return failed_message_event(call, error.code, error.message)
+    return failed_completion_event(error.code, error.message, error.param)
 
 
 def token_count_body(endpoint: Endpoint, tokens: int) -> bytes:

@@ -7,11 +7,37 @@ from enum import Enum
 from typing import Any
 
 from lorikeet.errors import ContextLengthExceeded, InsufficientQuota, kind_of
+from lorikeet.protocol.messages import Endpoint
 
 MESSAGES = "/v1/messages"
 TINKER = "/api/v1/"
 _OVERLOADED = 529
 _PAYMENT = 402
+
+
+_RESPONSES_PARAMS = {
+    "messages": "input",
+    "prompt": "input",
+    "max_tokens": "max_output_tokens",
+    "logprobs": "top_logprobs",
+}
+_PARAMS = {
+    Endpoint.CHAT: {"prompt": "messages"},
+    Endpoint.RESPONSES: _RESPONSES_PARAMS,
+    Endpoint.INPUT_TOKENS: _RESPONSES_PARAMS,
+    Endpoint.MESSAGES: {
+        "prompt": "messages",
+        "continue_final_message": "messages",
+    },
+    Endpoint.CLASSIFY: {"prompt": "input"},
+    Endpoint.SCORE: {"prompt": "input"},
+    Endpoint.POOLING: {"prompt": "input"},
+    Endpoint.RERANK: {"prompt": "documents"},
+    Endpoint.EMBEDDINGS: {"prompt": "input"},
+}
+"""Names of request fields at each endpoint, by the names that replicas and engines use in errors
+for the same fields.
+"""
 
 
 class ClientApi(Enum):
@@ -44,6 +70,11 @@ def error_status(code: str, api: ClientApi) -> int:
     if api is ClientApi.TINKER and code == InsufficientQuota.code:
         return _PAYMENT
     return kind.status
+
+
+def client_param(endpoint: Endpoint, param: str) -> str:
+    """Return a field's name in the request, by its name in an error of a replica or an engine."""
+    return _PARAMS.get(endpoint, {}).get(param, param)
 
 
 def openai_error_body(code: str, message: str, param: str | None = None) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, PlainValidator
 
@@ -61,6 +61,18 @@ def _parse_prompts(
         "want a string, a list of strings, a list of token ids, or a list of lists of token ids; "
         "no list may be empty"
     )
+
+
+def _parse_documents(value: object) -> tuple[str, ...]:
+    listed = value if isinstance(value, list) else [value]
+    if not 1 <= len(listed) <= MAX_TEXTS:
+        raise ValueError(f"want 1 to {MAX_TEXTS} texts")
+    texts: list[Any] = [
+        each["text"] if isinstance(each, dict) and [*each] == ["text"] else each for each in listed
+    ]
+    if not all(isinstance(text, str) for text in texts):
+        raise ValueError("want a string, or a list of strings or of objects with a text")
+    return tuple(texts)
 
 
 def _are_token_ids(values: Sequence[Any]) -> bool:
@@ -130,6 +142,14 @@ Texts = Annotated[
     ),
 ]
 """Prompts to embed."""
+Documents = Annotated[
+    tuple[str, ...],
+    PlainValidator(
+        _parse_documents,
+        json_schema_input_type=str | list[str | dict[Literal["text"], str]],
+    ),
+]
+"""Texts to score in pairs, or to rank: strings, or objects with a `text` as of Cohere and Jina."""
 Biases = Annotated[
     tuple[tuple[int, float], ...],
     PlainValidator(_parse_biases, json_schema_input_type=dict[str, float]),

@@ -9,8 +9,14 @@ from lorikeet.doctor.planned_start import PlannedStart
 from lorikeet.errors import InvalidInput, InvalidSetting
 from lorikeet.gateway.sampling_defaults import read_sampling_defaults
 from lorikeet.protocol.messages import Call, Endpoint
-from lorikeet_engine.adapter_format import FAMILIES, BaseShape, quantized_linears, read_config
-from lorikeet_engine.errors import EngineError, ModelError, SettingsError
+from lorikeet_engine.adapter_format import (
+    FAMILIES,
+    BaseShape,
+    quantized_linears,
+    read_config,
+    read_embedder,
+)
+from lorikeet_engine.errors import AdapterRejected, EngineError, ModelError, SettingsError
 
 if TYPE_CHECKING:
     from lorikeet_engine.settings import EngineSettings
@@ -44,6 +50,7 @@ def check_base_models(planned: PlannedStart) -> Iterator[Finding]:
             yield _check_text(check, folder)
             if planned.settings.generation_config[name] == "auto":
                 yield from _check_sampling(check, folder)
+            yield from _check_embedder(check, folder)
 
 
 def check_base_model_folders(planned: PlannedStart) -> Iterator[Finding]:
@@ -169,6 +176,15 @@ def _check_sampling(check: str, folder: Path) -> Iterator[Finding]:
         read_sampling_defaults(folder)
     except InvalidSetting as error:
         yield problem(check, error.message, "correct the file, or LORIKEET_GENERATION_CONFIG=none")
+
+
+def _check_embedder(check: str, folder: Path) -> Iterator[Finding]:
+    """Report files of sentence-transformers that describe a pipeline that is not served."""
+    try:
+        read_embedder(folder)
+    except AdapterRejected as error:
+        fix = "correct or remove the file; without it, vectors are the last token's"
+        yield warning(check, f"embeds no texts: {error.message}", fix)
 
 
 def _check_text(check: str, folder: Path) -> Finding:

@@ -188,6 +188,7 @@ class PlannedStart:
                 settings.rounding,
                 shard,
                 packed=self.stays_packed(settings),
+                mtp=settings.speculation == "mtp",
             )
             return plan_memory(config, weights, settings, self.device_free or 0, shard)
         except EngineError as error:

@@ -6,7 +6,7 @@ generate.py           steps of a generate request, in order: GenerateEndpoint (s
     oidc_tokens.py    verification of an identity provider's tokens
   call_encoders.py    prompts as token ids, without blocking the event loop
   replica_response.py   the answer, passed on as it arrives, with observers
-    client_disconnect.py   cancels the call when the client hangs up
+    client_connection.py   cancels the call when the client hangs up; keeps silent streams alive
 routes/, admin/       all other routes of tenants and admins
 audit.py              a line of JSON for each change that a key asks the admin API for
 parity.py             parity proofs of registered and pushed versions, by a replica

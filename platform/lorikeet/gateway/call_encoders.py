@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 from starlette.types import Receive
 
 from lorikeet.errors import InvalidInput
-from lorikeet.gateway.client_disconnect import result_before_disconnect
+from lorikeet.gateway.client_connection import result_before_disconnect
 from lorikeet.gateway.error_responses import Refused
 from lorikeet.protocol.messages import Call, EncodedCall, Endpoint, Refusal, TokenIds
 from lorikeet.request_defaults import RequestDefaults

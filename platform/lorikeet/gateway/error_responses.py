@@ -15,6 +15,7 @@ from lorikeet.apis.errors import (
     ClientApi,
     anthropic_error_body,
     api_of_path,
+    client_param,
     error_status,
     openai_error_body,
 )
@@ -62,11 +63,11 @@ _TINKER = (
 _ENDPOINTS = {
     "": _BELOW,
     **dict.fromkeys(("chat", "completions", "models", "responses", "files", "batches"), ""),
-    **dict.fromkeys(("classify", "score", "pooling", "embeddings"), ""),
+    **dict.fromkeys(("classify", "score", "pooling", "rerank", "embeddings"), ""),
     "conversations": _CHAT,
     "messages": _ONE_BY_ONE,
     **dict.fromkeys(("load_lora_adapter", "unload_lora_adapter"), _LOADS),
-    **dict.fromkeys(("rerank", "moderations", "audio", "images"), _TEXT),
+    **dict.fromkeys(("moderations", "audio", "images"), _TEXT),
     **dict.fromkeys(("uploads", "fine_tuning", "assistants", "threads"), _TEXT),
 }
 """Advice in the 404 for endpoints that do not exist but that clients may call, by the first part of
@@ -77,30 +78,6 @@ _LIKE_IDS = {
     " is to see, or ask the model itself for a summary of earlier ones",
 }
 """Advice, by path, in the 404 for missing endpoints whose path looks like an object's path."""
-
-
-_RESPONSES_PARAMS = {
-    "messages": "input",
-    "prompt": "input",
-    "max_tokens": "max_output_tokens",
-    "logprobs": "top_logprobs",
-}
-_PARAMS = {
-    Endpoint.CHAT: {"prompt": "messages"},
-    Endpoint.RESPONSES: _RESPONSES_PARAMS,
-    Endpoint.INPUT_TOKENS: _RESPONSES_PARAMS,
-    Endpoint.MESSAGES: {
-        "prompt": "messages",
-        "continue_final_message": "messages",
-    },
-    Endpoint.CLASSIFY: {"prompt": "input"},
-    Endpoint.SCORE: {"prompt": "input"},
-    Endpoint.POOLING: {"prompt": "input"},
-    Endpoint.EMBEDDINGS: {"prompt": "input"},
-}
-"""Names of request fields at each endpoint, by the names that replicas and engines use in errors
-for the same fields.
-"""
 
 
 class Refused(LorikeetError):
@@ -115,7 +92,7 @@ class Refused(LorikeetError):
     def __init__(self, refusal: Refusal, endpoint: Endpoint | None = None) -> None:
         param = refusal.param
         if endpoint is not None and param is not None:
-            param = _PARAMS.get(endpoint, {}).get(param, param)
+            param = client_param(endpoint, param)
         super().__init__(refusal.message, param=param, retry_after_s=refusal.retry_after_s)
         self.code = refusal.code
 

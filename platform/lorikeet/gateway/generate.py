@@ -20,6 +20,7 @@ from lorikeet.apis.pooling.request import (
     ClassifyRequest,
     EmbeddingsRequest,
     PoolingRequest,
+    RerankRequest,
     ScoreRequest,
     with_pooling,
 )
@@ -52,6 +53,14 @@ from lorikeet.tenancy.rate_limiter import RateLimiter, RateLimitHold, limit_head
 from lorikeet.tenancy.read_limiter import ReadLimiter
 from lorikeet_engine.request import SchedulingParams
 
+UNVERSIONED: Mapping[str, type[ApiRequest]] = {
+    "/classify": ClassifyRequest,
+    "/score": ScoreRequest,
+    "/pooling": PoolingRequest,
+    "/rerank": RerankRequest,
+    "/v2/rerank": RerankRequest,
+}
+"""Request schema of tenants' paths outside `/v1`, which vLLM's clients and Cohere's use."""
 SCHEMAS: Mapping[str, type[ApiRequest]] = {
     "/v1/chat/completions": ChatRequest,
     "/v1/completions": CompletionRequest,
@@ -62,7 +71,9 @@ SCHEMAS: Mapping[str, type[ApiRequest]] = {
     "/v1/classify": ClassifyRequest,
     "/v1/score": ScoreRequest,
     "/v1/pooling": PoolingRequest,
+    "/v1/rerank": RerankRequest,
     "/v1/embeddings": EmbeddingsRequest,
+    **UNVERSIONED,
 }
 """Request schema of each path that generates, counts or pools. Every request is converted to a
 Call.

@@ -20,6 +20,7 @@ from lorikeet.addresses import Address
 from lorikeet.errors import InvalidSetting, Overloaded
 from lorikeet.gateway.app import RequestMiddleware
 from lorikeet.gateway.error_responses import add_error_handlers, error_response
+from lorikeet.gateway.generate import UNVERSIONED
 from lorikeet.gateway.http_protocol import BoundedHttpProtocol
 from lorikeet.gateway.routes.health import LIVENESS, READINESS
 from lorikeet.retry_after import FULL_GATEWAY_S
@@ -33,8 +34,8 @@ _LAST_REQUESTS_S = 20  # time for requests to finish when the gateway ends
 class PublicListener:
     """ASGI wrapper that passes on health probes and tenants' paths; answers others with 404.
 
-    paths, prefixes: tenants' paths, and beginnings of tenants' paths, beside `/v1/` and the page at
-        `/ui`.
+    paths, prefixes: tenants' paths, and beginnings of tenants' paths, beside `/v1/`, UNVERSIONED
+        and the page at `/ui`.
     max_requests: maximum number of requests at once; None: no limit. Further requests are refused,
         except probes. Must be less than the number that Serve sends this gateway at once, or health
         checks would queue.
@@ -47,7 +48,7 @@ class PublicListener:
         paths: Collection[str] = (),
         prefixes: Collection[str] = (),
     ) -> None:
-        self._app, self._paths = app, {"/ui", *paths}
+        self._app, self._paths = app, {"/ui", *UNVERSIONED, *paths}
         self._prefixes = "/v1/", "/ui/", *prefixes
         self._max_requests, self._requests = max_requests, 0
         self._full = RequestMiddleware(_refuse_full)

@@ -8,18 +8,14 @@ from typing import Any, Protocol
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from lorikeet.apis.chat.answer import failed_completion_event
-from lorikeet.apis.messages.answer import failed_message_event
-from lorikeet.apis.responses.answer import failed_response_event
+from lorikeet.apis.answer import failed_event
 from lorikeet.errors import GenerationFailed, LorikeetError, Unavailable
-from lorikeet.gateway.client_disconnect import run_until_disconnect
+from lorikeet.gateway.client_connection import EVENT_END, KeptAliveStream, run_until_disconnect
 from lorikeet.gateway.error_responses import OK, Refused
-from lorikeet.gateway.keep_alive import EVENT_END, KeptAliveStream
 from lorikeet.logs import log_unexpected
 from lorikeet.protocol.messages import (
     AnswerHeader,
     Call,
-    Endpoint,
     FinalUsage,
     Refusal,
     Resumed,
@@ -70,9 +66,9 @@ class ReplicaResponse(Response):
 
     Nothing is sent before the replica's first bytes arrive, so an earlier failure gets its own HTTP
     status; a later failure ends a stream with an error event. If a stream has no bytes for
-    KEEP_ALIVE_S seconds, the client gets headers and a keep-alive event (keep_alive.py), and from
-    then on a failure as an error event. When the client disconnects, `items` is closed at once
-    (client_disconnect.py).
+    KEEP_ALIVE_S seconds, the client gets headers and a keep-alive event, and from then on a failure
+    as an error event. When the client disconnects, `items` is closed at once. Both are in
+    client_connection.py.
 
     call: the call.
     items: the replica's answer.
@@ -236,19 +232,6 @@ class ReplicaResponse(Response):
         for observer in self.observers:
             headers += observer.headers()
         return {"type": "http.response.start", "status": OK, "headers": headers}
-
-
-def failed_event(call: Call, sent: int, error: LorikeetError) -> bytes:
-    """Return the event that ends a failed stream, in the format of the call's endpoint.
-
-    sent: number of events sent before this event.
-    """
-    match call.endpoint:
-        case Endpoint.RESPONSES:
-            return failed_response_event(call, sent, error.code, error.message, error.param)
-        case Endpoint.MESSAGES:
-            return failed_message_event(call, error.code, error.message)
-    return failed_completion_event(error.code, error.message, error.param)
 
 
 def _headers(header: AnswerHeader) -> Headers:

@@ -1,5 +1,6 @@
 """Parts that the gateway's application is built from, and the interface to its replicas."""
 
+import logging
 import tempfile
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -49,6 +50,8 @@ from lorikeet_engine.errors import AdapterRejected, ModelError
 if TYPE_CHECKING:  # their libraries are imported only where they are switched on
     from lorikeet.gateway.oidc_tokens import OidcTokens
     from lorikeet.tracing.exporter import TraceExporter
+
+log = logging.getLogger(__name__)
 
 
 class EngineClient(Protocol):
@@ -178,7 +181,7 @@ class ServedModel:
     sampling_defaults: values of sampling fields that a request leaves out, by field; fields without
         a value here have the API's defaults.
     head: its own classification or reward head; None without one.
-    embedder: way in which it embeds texts.
+    embedder: way in which it embeds texts; None: its folder's is not served.
     """
 
     shape: BaseShape
@@ -188,7 +191,7 @@ class ServedModel:
     vocabulary: TokenizerVocabulary | None = None
     sampling_defaults: Mapping[str, int | float] = field(default_factory=dict)
     head: Head | None = None
-    embedder: Embedder = field(default_factory=Embedder)
+    embedder: Embedder | None = field(default_factory=Embedder)
 
     def sampling_of(self, own: RequestDefaults | None) -> Mapping[str, int | float]:
         """Return the values of sampling fields that a request leaves out, by field: an adapter's,
@@ -289,7 +292,7 @@ def _read(folder: Path, weight_dtype: str, generation_config: str) -> ServedMode
     try:
         config = read_config(folder)
         shape, stored = BaseShape.from_config(config), quantized_linears(config)
-        head, embedder = base_head(config), read_embedder(folder) or Embedder()
+        head = base_head(config)
     except (ModelError, AdapterRejected) as error:
         raise InvalidSetting(
             f"LORIKEET_BASE_MODELS: {folder} is no Hugging Face model folder that can be served: "
@@ -303,5 +306,16 @@ def _read(folder: Path, weight_dtype: str, generation_config: str) -> ServedMode
         read_vocabulary(folder),
         read_sampling_defaults(folder) if generation_config == "auto" else {},
         head,
-        embedder,
+        _read_embedder(folder),
     )
+
+
+def _read_embedder(folder: Path) -> Embedder | None:
+    """Return the way in which a base model embeds texts; log a warning and return None if its files
+    describe another than those that are served.
+    """
+    try:
+        return read_embedder(folder) or Embedder()
+    except AdapterRejected as error:
+        log.warning("embeddings_off", extra={"folder": str(folder), "error": error.message})
+        return None

@@ -27,8 +27,8 @@ class Endpoint(Enum):
     """Called endpoint, which decides the shape of the answer.
 
     COUNT_TOKENS and INPUT_TOKENS use no replica: the answer is the number of the prompt's tokens.
-    CLASSIFY, SCORE and POOLING answer with the values of a head for each prompt, EMBEDDINGS with a
-    vector for each prompt.
+    CLASSIFY, SCORE and POOLING answer with the values of a head for each prompt, RERANK with the
+    prompts in their order, EMBEDDINGS with a vector for each prompt.
     """
 
     CHAT = "chat.completions"
@@ -40,6 +40,7 @@ class Endpoint(Enum):
     CLASSIFY = "classify"
     SCORE = "score"
     POOLING = "pooling"
+    RERANK = "rerank"
     EMBEDDINGS = "embeddings"
 
     @property
@@ -58,7 +59,21 @@ class Endpoint(Enum):
         return self is not Endpoint.COMPLETIONS and not self.pools
 
 
-_POOLING = (Endpoint.CLASSIFY, Endpoint.SCORE, Endpoint.POOLING, Endpoint.EMBEDDINGS)
+_POOLING = (
+    *(Endpoint.CLASSIFY, Endpoint.SCORE, Endpoint.POOLING, Endpoint.RERANK),
+    Endpoint.EMBEDDINGS,
+)
+
+
+class Ranking(NamedTuple):
+    """Documents that an answer puts in the order of their scores.
+
+    documents: the documents, as the client sent them; (): the answer leaves them out.
+    top_n: number of documents in the answer; None: all.
+    """
+
+    documents: tuple[str, ...]
+    top_n: int | None
 
 
 class Thinking(Enum):
@@ -204,6 +219,7 @@ class Call:
     raw_scores: where prompts are pooled, the answer has the head's own values, not probabilities,
         and embeddings keep their lengths.
     base64: numbers in the answer are float32 in base64.
+    ranking: documents to rank by the values of their prompts; None: the answer ranks nothing.
     """
 
     request_id: str
@@ -247,6 +263,7 @@ class Call:
     dimensions: int | None = None
     raw_scores: bool = False
     base64: bool = False
+    ranking: Ranking | None = None
 
     @property
     def service_tier(self) -> str:

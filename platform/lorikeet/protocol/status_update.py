@@ -2,13 +2,26 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import TypeAdapter
 
 from lorikeet_engine.adapter import Residency
 from lorikeet_engine.costs import MeasuredCosts
 from lorikeet_engine.telemetry.status import LiveStats
+
+
+class PrefixRoom(NamedTuple):
+    """Room of a replica for cached prefixes.
+
+    gpu_tokens: number of tokens whose KV pages the GPUs have room for.
+    host_tokens: number of tokens whose pages the host has room for; 0: no host memory for pages.
+    host_token_bytes: bytes of a token's pages on one GPU, which a fetch from the host copies.
+    """
+
+    gpu_tokens: int
+    host_tokens: int
+    host_token_bytes: int
 
 
 @dataclass(frozen=True)
@@ -25,6 +38,7 @@ class StatusUpdate:
     costs: measured costs of the engine's steps and adapter loads; None if not sent with this
         update.
     max_context: maximum number of tokens of prompt plus output; None if not sent with this update.
+    prefix_room: room for cached prefixes; None if unknown or not sent with this update.
     """
 
     seq: int
@@ -34,6 +48,7 @@ class StatusUpdate:
     ends_snapshot: bool = False
     costs: MeasuredCosts | None = None
     max_context: int | None = None
+    prefix_room: PrefixRoom | None = None
 
 
 _UPDATE = TypeAdapter(StatusUpdate)

@@ -6,10 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from lorikeet.apis.answer import Answer
-from lorikeet.protocol.messages import AnswerHeader, Call, StreamItem
+from lorikeet.protocol.messages import AnswerHeader, Call, RunningUsage, StreamItem
 from lorikeet.protocol.output_log import logged
 from lorikeet.protocol.response_stream import ResponseStream
-from lorikeet.replica.token_counter import TokenCounter
 from lorikeet.text.choice import SchemaCheck
 from lorikeet_engine.request import Output, PromptLogprobs, Tokens
 
@@ -56,7 +55,7 @@ class AnswerSender:
         self._logs = call.sampling.prompt_logprobs is None and not call.endpoint.pools
         self._log = b""  # of outputs since the last items
         self._answer, self._stream, self._abort = answer, stream, abort
-        self._counter = TokenCounter(call, prompts)
+        self._counter = _TokenCounter(call, prompts)
         self._header: AnswerHeader | None = None
         self._waiting = deque[Output]()  # for the header, or for the next callback
         self._is_scheduled = False
@@ -138,6 +137,44 @@ class AnswerSender:
             self._log = b""
         if ended or self._answer.awaits_checks:
             self.ended.set_result(None)
+
+
+class _TokenCounter:
+    """Counter of the tokens that a call has used so far.
+
+    A call with max_tokens 0 uses only its prompts' tokens: its answer leaves out the one token that
+    the engine generates for each prompt.
+
+    prompts: token ids of each prompt.
+    """
+
+    def __init__(self, call: Call, prompts: Sequence[Sequence[int]]) -> None:
+        self._n, self._prompts = call.n, [len(prompt) for prompt in prompts]
+        self._answers = call.max_tokens != 0
+        self._computed: set[int] = set()
+        self._prompt_tokens = self._cached_tokens = self._output_tokens = 0
+
+    @property
+    def usage(self) -> RunningUsage:
+        """Tokens of the prompts for which a token was generated, and tokens of all choices."""
+        return RunningUsage(self._output_tokens, self._prompt_tokens, self._cached_tokens)
+
+    def has_grown_since(self, usage: RunningUsage, tokens: int) -> bool:
+        """Return whether, since `usage` was read, a token was generated for another prompt, or at
+        least `tokens` tokens in all.
+        """
+        made = self._output_tokens - usage.completion_tokens
+        return made >= tokens or self._prompt_tokens > usage.prompt_tokens
+
+    def add(self, output: Output) -> None:
+        """Count the generated tokens in an output of the engine, and its prompt's tokens."""
+        if isinstance(output, Tokens):
+            self._output_tokens += len(output.token_ids) if self._answers else 0
+            prompt = output.choice // self._n
+            if prompt not in self._computed:
+                self._computed.add(prompt)
+                self._prompt_tokens += self._prompts[prompt]
+                self._cached_tokens += output.timings.cached_tokens if output.timings else 0
 
 
 def _split(output: Output) -> list[Output]:

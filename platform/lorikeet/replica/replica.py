@@ -99,7 +99,8 @@ class Replica:
         self._engine = EngineProcessClient(
             build, self._outputs.dispatch, self.engine_ended, self._status_changed
         )
-        self._feed = StatusFeed(self._engine.status, self._engine.info.max_context)
+        info = self._engine.info
+        self._feed = StatusFeed(self._engine.status, info.max_context, info.kv_tokens)
         self._pushed = PushedAdapters(
             settings.cache_dir, self._engine, self._feed.residency, lambda at: self._pins.get(at)
         )

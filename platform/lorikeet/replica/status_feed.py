@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from random import uniform
 
-from lorikeet.protocol.status_update import StatusUpdate
+from lorikeet.protocol.status_update import PrefixRoom, StatusUpdate
 from lorikeet_engine.adapter import Residency
 from lorikeet_engine.telemetry.status import EngineStatus
 
@@ -37,13 +37,16 @@ class StatusFeed:
     For one event loop.
     """
 
-    def __init__(self, status: EngineStatus, max_context: int | None = None) -> None:
+    def __init__(
+        self, status: EngineStatus, max_context: int | None = None, kv_tokens: int = 0
+    ) -> None:
         """Begin with a first status of the engine.
 
         status: the first status. Its `moved` (adapters' new tiers) is ignored; `post` brings tiers.
         max_context: maximum number of tokens of prompt plus output that the engine takes.
+        kv_tokens: number of tokens that the KV pages on the GPUs hold; 0: unknown.
         """
-        self._status, self._max_context = status, max_context
+        self._status, self._max_context, self._kv_tokens = status, max_context, kv_tokens
         self._held: dict[str, Residency] = {}
         self._subscribers: set[_Subscriber] = set()
         self._seq = 0
@@ -113,7 +116,22 @@ class StatusFeed:
         return updates
 
     def _with_costs(self, update: StatusUpdate) -> StatusUpdate:
-        return replace(update, costs=self._status.costs, max_context=self._max_context)
+        return replace(
+            update,
+            costs=self._status.costs,
+            max_context=self._max_context,
+            prefix_room=self._prefix_room(),
+        )
+
+    def _prefix_room(self) -> PrefixRoom | None:
+        tokens, pages = self._kv_tokens, self._status.live.kv_pages_total
+        if not tokens or not pages:
+            return None
+        host = self._status.host_pages
+        if host is None:
+            return PrefixRoom(tokens, 0, 0)
+        on_host, token_bytes = host.pages * tokens // pages, host.page_bytes * pages // tokens
+        return PrefixRoom(tokens, on_host, token_bytes)
 
 
 async def _comes(event: asyncio.Event, within_s: float) -> bool:

@@ -29,6 +29,9 @@ from lorikeet.routing.tracked_replica import (
 )
 from lorikeet_engine.adapter import AdapterRef, Residency, member_digests
 
+_lock = Lock()
+_fleets: "dict[tuple[str, str], Fleet]" = {}
+
 UPDATE_AGE_S = 0.12
 """Assumed age, in seconds, of the live stats in a status update; an engine reports ten times a
 second.
@@ -111,6 +114,7 @@ class Fleet:
                 return
             for gone in self._replicas.keys() - set(names):
                 self._locations.remove_replica(gone)
+                self._prefixes.remove_replica(gone)
                 self._lost_s.pop(gone, None)
             self._replicas = {
                 name: self._replicas.get(name) or TrackedReplica(name, self._costs)
@@ -241,6 +245,9 @@ class Fleet:
                     now_s,
                     queue_length(name),
                     fetchable=fetchable,
+                    host_tokens=self._prefixes.host_tokens(
+                        request.prefix_hashes, name, cached.get(name, 0)
+                    ),
                 )
                 for name in dict.fromkeys([*sample, *self._filter_usable(cached)])
             ]
@@ -286,7 +293,8 @@ class Fleet:
                 sent = self._in_flight[request_id]
             if sent is not None:
                 sent.accepted_s = self._clock()
-                self._prefixes.add(sent.request.prefix_hashes, replica)
+                room = sent.replica.prefix_room
+                self._prefixes.add(sent.request.prefix_hashes, replica, room)
 
     def accepted_by(self, request_id: str) -> str | None:
         """Return the replica that accepted a request; None if none has."""
@@ -418,3 +426,16 @@ class Fleet:
         if sent.request.digest is not None and not sent.has_first_byte:
             self._locations.remove_waiting(sent.replica.name, sent.request.digest)
         sent.replica.remove(sent)
+
+
+def fleet_of(application: str, deployment: str) -> Fleet:
+    """Return this process's one Fleet of a deployment, which router and gateway share.
+
+    Created on first use. Thread-safe. Not in the router's module: Serve pickles the router's class
+    by value, so that globals of its module would be copies.
+    """
+    name = (application, deployment)
+    with _lock:
+        if name not in _fleets:
+            _fleets[name] = Fleet()
+        return _fleets[name]

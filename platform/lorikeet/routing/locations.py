@@ -7,7 +7,7 @@ from itertools import count, takewhile
 from typing import TypeVar
 
 from lorikeet.protocol.messages import TokenIds
-from lorikeet.protocol.status_update import StatusUpdate
+from lorikeet.protocol.status_update import PrefixRoom, StatusUpdate
 from lorikeet_engine.adapter import Adapter, Residency, member_digests
 
 K = TypeVar("K")
@@ -186,25 +186,50 @@ def prefix_hashes(
 
 class PrefixIndex:
     """Index that gives, for each block of BLOCK_TOKENS prompt tokens, the replica that computed it
-    last.
+    last, and whether its KV pages have left the GPU for the replica's host.
+
+    A replica with known room (PrefixRoom) is assumed to move its least recently computed blocks
+    from the GPU to the host, and to drop those for which the host has no room.
 
     max_blocks: maximum number of blocks to keep; the least recently computed is dropped first.
     """
 
     def __init__(self, max_blocks: int = _MAX_BLOCKS_KEPT) -> None:
         self._max_blocks = max_blocks
-        self._replica_of: dict[int, str] = {}  # least recently computed block first
+        # Least recently computed block first, in all three.
+        self._replica_of: dict[int, str] = {}
+        self._on_gpu: dict[str, dict[int, None]] = {}  # by replica with known room
+        self._on_host: dict[str, dict[int, None]] = {}  # by replica with known room
 
-    def add(self, chain: PrefixHashes, replica: str) -> None:
+    def add(self, chain: PrefixHashes, replica: str, room: PrefixRoom | None = None) -> None:
         """Record that a replica computes a prompt.
 
         chain: hashes of the prompt's blocks, from `prefix_hashes`.
+        room: the replica's room for cached prefixes; None: unknown, assumed to be enough.
         """
         for block in chain:
             self._replica_of.pop(block, None)
             self._replica_of[block] = replica
+        if room is not None:
+            self._evict(chain, replica, room)
         while len(self._replica_of) > self._max_blocks:
             del self._replica_of[next(iter(self._replica_of))]
+
+    def remove_replica(self, replica: str) -> None:
+        """Drop everything known of a replica's room."""
+        self._on_gpu.pop(replica, None)
+        self._on_host.pop(replica, None)
+
+    def host_tokens(self, chain: PrefixHashes, replica: str, cached_tokens: int) -> int:
+        """Return the number of a prompt's cached tokens that only the replica's host has.
+
+        cached_tokens: the replica's number, from the method `cached_tokens`.
+        """
+        on_host = self._on_host.get(replica)
+        if not on_host:
+            return 0
+        cached = chain[: cached_tokens // BLOCK_TOKENS]
+        return BLOCK_TOKENS * sum(block in on_host for block in cached)
 
     def cached_tokens(self, chain: PrefixHashes) -> dict[str, int]:
         """Return, by replica, the number of a prompt's tokens that the replica has computed before.
@@ -216,6 +241,23 @@ class PrefixIndex:
         found = takewhile(lambda name: name is not None, map(self._replica_of.get, chain))
         # The replica of a block has all blocks before it too, even if they name a later replica.
         return {name: blocks * BLOCK_TOKENS for name, blocks in zip(found, count(1)) if name}
+
+    def _evict(self, chain: PrefixHashes, replica: str, room: PrefixRoom) -> None:
+        on_gpu = self._on_gpu.setdefault(replica, {})
+        on_host = self._on_host.setdefault(replica, {})
+        for block in chain:
+            on_gpu.pop(block, None)
+            on_host.pop(block, None)
+            on_gpu[block] = None
+        while len(on_gpu) * BLOCK_TOKENS > room.gpu_tokens:
+            block = next(iter(on_gpu))
+            del on_gpu[block]
+            on_host[block] = None
+        while len(on_host) * BLOCK_TOKENS > room.host_tokens:
+            block = next(iter(on_host))
+            del on_host[block]
+            if self._replica_of.get(block) == replica:
+                del self._replica_of[block]
 
 
 def decrement(counts: Counter[K], key: K) -> None:

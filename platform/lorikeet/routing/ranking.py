@@ -142,6 +142,8 @@ class ReplicaOption(NamedTuple, Generic[R]):
         schedules tenants fairly.
     can_fetch: whether the replica can fetch adapters that it lacks.
     new_share: share of a composition's adapters that would be loaded, taken as equally large.
+    host_tokens: those of the cached tokens whose KV pages only the replica's host has.
+    host_bytes: bytes of these pages on one GPU.
     """
 
     replica: R
@@ -155,6 +157,8 @@ class ReplicaOption(NamedTuple, Generic[R]):
     queue_share: float = 1.0
     can_fetch: bool = True
     new_share: float = 1.0
+    host_tokens: int = 0
+    host_bytes: int = 0
 
 
 class Holders(NamedTuple, Generic[R]):
@@ -222,15 +226,11 @@ def expected_cost(work: Work, option: ReplicaOption[R]) -> Cost:
     costs, status = option.costs, option.status
     steps = costs.steps
     step_s = steps.step_s(status.running, status.ranks, status.context)
-    tokens = max(1, work.prompt_tokens - option.cached_tokens)
-    prefill_s = steps.prefill_s(
-        tokens,
-        work.rank,
-        work.prompt_tokens - tokens,
-        sequences=status.running,
-        ranks=status.ranks,
-        context=status.context,
-    )
+    prefill_s = _prefill_s(work, option, option.cached_tokens)
+    if option.host_tokens:  # the engine fetches pages if that takes less time than computing them
+        fetch_s = costs.loads.load_s(Residency.HOST, option.host_bytes)
+        computed_s = _prefill_s(work, option, option.cached_tokens - option.host_tokens)
+        prefill_s = min(prefill_s + fetch_s, computed_s)
     ahead = option.queue_share * status.waiting
     wait_s = option.queue_share * steps.prompts_s(status.waiting_tokens, status.waiting_seen)
     wait_s += ahead * (step_s - steps.step_s(0, 0))
@@ -252,6 +252,19 @@ def expected_cost(work: Work, option: ReplicaOption[R]) -> Cost:
             load_s += costs.answer_tokens * step_s / max(1, status.running)  # an answer must end
         copy_s = costs.copy_s + costs.evicted_use_s * option.evicted_uses
     return Cost(prefill_s, wait_s, load_s, costs.others_weight * delay_s, copy_s)
+
+
+def _prefill_s(work: Work, option: ReplicaOption[R], cached_tokens: int) -> float:
+    """Return the seconds to compute a request's prompt, of which so many tokens are on the GPU."""
+    status, tokens = option.status, max(1, work.prompt_tokens - cached_tokens)
+    return option.costs.steps.prefill_s(
+        tokens,
+        work.rank,
+        work.prompt_tokens - tokens,
+        sequences=status.running,
+        ranks=status.ranks,
+        context=status.context,
+    )
 
 
 def evicted_uses(new_bytes: int, free_bytes: int, victim_bytes: int, victim_uses: float) -> float:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from lorikeet.protocol.messages import Candidate
-from lorikeet.protocol.status_update import StatusUpdate
+from lorikeet.protocol.status_update import PrefixRoom, StatusUpdate
 from lorikeet.routing.locations import AdapterLocations, decrement
 from lorikeet.routing.ranking import (
     CostCoefficients,
@@ -80,6 +80,7 @@ class TrackedReplica:
     costs: coefficients that routing uses for the replica.
     measured: costs that the replica reported; None: none yet.
     max_context: reported maximum of prompt plus output tokens; None: not reported yet.
+    prefix_room: reported room for cached prefixes; None: not reported yet.
     decoding: number of this gateway's decoding requests, by adapter digest.
     """
 
@@ -87,6 +88,7 @@ class TrackedReplica:
         self.name, self.costs = name, costs
         self.measured: MeasuredCosts | None = None
         self.max_context: int | None = None
+        self.prefix_room: PrefixRoom | None = None
         self.decoding: Counter[str] = Counter()
         self._update: StatusUpdate | None = None  # the newest
         self._updated_s = 0.0
@@ -112,6 +114,8 @@ class TrackedReplica:
             self.measured = update.costs
         if update.max_context is not None:
             self.max_context = update.max_context
+        if update.prefix_room is not None:
+            self.prefix_room = update.prefix_room
         while self._unreported and (oldest := next(iter(self._unreported))).sent_s <= now_s - age_s:
             self._mark_reported(oldest)
         return True
@@ -165,6 +169,7 @@ class TrackedReplica:
         queue_length: int | None,
         *,
         fetchable: bool = True,
+        host_tokens: int = 0,
     ) -> ReplicaOption[str]:
         """Return the replica as an option for a request.
 
@@ -173,11 +178,20 @@ class TrackedReplica:
         queue_length: Serve's count of all gateways' requests at the replica, used if the last
             status is stale; None: unknown.
         fetchable: whether any replica is expected to be able to fetch the request's adapter.
+        host_tokens: those of the cached tokens that only the replica's host has.
         """
+        room = self.prefix_room
+        host_bytes = host_tokens * room.host_token_bytes if room is not None else 0
         status, queue_share = self.status(now_s, queue_length), self._queue_share(request.tenant)
         if (digest := request.digest) is None:
             return ReplicaOption(
-                self.name, status, self.costs, cached_tokens=cached_tokens, queue_share=queue_share
+                self.name,
+                status,
+                self.costs,
+                cached_tokens=cached_tokens,
+                queue_share=queue_share,
+                host_tokens=host_tokens,
+                host_bytes=host_bytes,
             )
         new_share = locations.new_share(self.name, digest)
         return ReplicaOption(
@@ -192,6 +206,8 @@ class TrackedReplica:
             queue_share,
             fetchable and self.can_fetch(now_s),
             new_share,
+            host_tokens,
+            host_bytes,
         )
 
     def status(self, now_s: float, queue_length: int | None) -> RoutingStatus:

@@ -5,8 +5,7 @@ deployments.py             defines the three deployments: engines, controller, g
 In a gateway:
   engine_client.py         sends calls to replicas and streams their answers
   request_router.py        ranks the replicas for each call, as Serve's request router
-  fleet_registry.py        holds the Fleet that engine_client and request_router share
-  status_subscriber.py     updates that Fleet from the replicas' status streams
+  status_subscriber.py     updates the Fleet (routing/fleet.py) from replicas' status
   push_delivery.py         sends a pushed adapter to all replicas
   peers.py                 asks the other gateways
   freed_memory.py          returns freed memory to the system

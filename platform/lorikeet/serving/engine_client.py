@@ -6,7 +6,7 @@ import logging
 import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterable, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -33,8 +33,7 @@ from lorikeet.protocol.parity import ParityTest
 from lorikeet.protocol.replica_report import ReplicaReport
 from lorikeet.protocol.response_stream import DeltaGroup, ResponseBuffer, ResponseBuffers
 from lorikeet.retry_after import NO_REPLICA_S
-from lorikeet.routing.fleet import HEADER_AGE_S, Fleet
-from lorikeet.serving.fleet_registry import fleet_of
+from lorikeet.routing.fleet import HEADER_AGE_S, Fleet, fleet_of
 from lorikeet.serving.push_delivery import PushDelivery
 from lorikeet.serving.replica_calls import (
     REPLICA_LOST,
@@ -128,7 +127,7 @@ class ServeEngineClient:
         stopped.
 
         Closing this generator cancels the call, and the replica aborts the request. A client's
-        disconnect is noticed in gateway/client_disconnect.py.
+        disconnect is noticed in gateway/client_connection.py.
 
         Raises Unavailable if no replica answers; ReplicasLost if two replicas were lost just after
         they took the call, which may be the reason; GenerationFailed if the replica's code failed,
@@ -139,15 +138,17 @@ class ServeEngineClient:
         for attempt in itertools.count():
             course.begin(attempt)
             try:
-                async with aclosing(self._answer(run_call, course)) as items:
-                    async for item in items:
-                        if isinstance(item, AnswerHeader) and item.is_first:
-                            yield course.attempt()
-                        elif isinstance(item, Refusal) and course.another_can_load(item):
-                            raise Unavailable("the replica could not load the adapter")
-                        elif isinstance(item, bytes):
-                            course.on_bytes()
-                        yield item
+                async with self._sent(run_call, course) as buffer:
+                    while items := await _taken(buffer, course):
+                        for item in items:
+                            if isinstance(item, AnswerHeader) and item.is_first:
+                                course.on_taken(item)
+                                yield course.attempt()
+                            elif isinstance(item, Refusal):
+                                course.check(item)
+                            elif isinstance(item, bytes):
+                                course.on_bytes()
+                            yield item
                 return
             except LorikeetError as error:
                 yield course.attempt(error.message)
@@ -309,52 +310,33 @@ class ServeEngineClient:
             raise Unavailable("no replica could answer", retry_after_s=NO_REPLICA_S) from error
         return Resumed(reason) if reason and replica and goes_on else None
 
-    async def _answer(
+    @asynccontextmanager
+    async def _sent(
         self, run_call: DeploymentHandle[Any], course: "_Course"
-    ) -> AsyncGenerator[StreamItem, None]:
-        """Send a call once and stream the answer from its ResponseBuffer.
+    ) -> AsyncGenerator[ResponseBuffer, None]:
+        """Send a call once; yield the ResponseBuffer of its answer. Cancel the call at the end of
+        the context, unless it has ended.
 
         The Serve call itself yields only its end, or a Refusal if the replica did not take the
-        call. Raises _AnswerLost if the replica is lost or gives the answer up, Unavailable if no
-        replica takes an answer that has begun, GenerationFailed if the replica's code failed.
+        call. An answer that has begun must be taken within _TAKE_OVER_S seconds.
 
         run_call: handle of the replicas' method `run_call`.
         course: state of the call.
         """
-        fleet, encoded, begun = course.fleet, course.sent, course.begun
-        request_id, loop = encoded.attempt_id, asyncio.get_running_loop()
+        encoded, begun, loop = course.sent, course.begun, asyncio.get_running_loop()
         late = Unavailable("no replica took the answer over: send the request again")
-        is_last = course.left == 1
-        with self._buffers.opened(request_id, course.log, begun=begun, is_last=is_last) as buffer:
-            giving_up = loop.call_later(_TAKE_OVER_S, buffer.fail, late) if begun else None
+        id_, is_last = encoded.attempt_id, course.left == 1
+        with self._buffers.opened(id_, course.log, begun=begun, is_last=is_last) as buffer:
+            if begun:
+                course.giving_up = loop.call_later(_TAKE_OVER_S, buffer.fail, late)
             sent: Any = run_call.remote(encoded, self._gateway)
             awaiting = asyncio.create_task(_await_call(sent, buffer))
             self._tasks.add(awaiting)
             awaiting.add_done_callback(self._tasks.discard)
             try:
-                while items := await buffer.take():
-                    for item in items:
-                        if isinstance(item, Refusal) and item.code == Unavailable.code:
-                            raise _AnswerLost(item.message, ResumeReason.ENGINE_CLOSED)
-                        if isinstance(item, AnswerHeader) and item.is_first:
-                            course.on_taken(item)
-                            if giving_up is not None:
-                                giving_up.cancel()
-                        yield item
-            except RayTaskError as error:
-                raise _translated(error, request_id) from error
-            except (Unavailable, *REPLICA_LOST) as error:
-                fleet.on_replica_lost(fleet.accepted_by(request_id))
-                raise _translated(error, request_id) from error
-            except asyncio.CancelledError as error:
-                if is_being_cancelled():
-                    raise
-                fleet.on_replica_lost(fleet.accepted_by(request_id))
-                reason = ResumeReason.REPLICA_LOST
-                raise _AnswerLost("the replica cancelled this request", reason) from error
+                yield buffer
             finally:
-                if giving_up is not None:
-                    giving_up.cancel()
+                course.stop_giving_up()
                 if not buffer.ended:  # else the call is about to end too
                     # Not the task first: grpc.aio keeps memory of a call that its task cancels.
                     sent.cancel()
@@ -386,6 +368,28 @@ class ServeEngineClient:
             tasks.create_task(answers.run())
             tasks.create_task(_leave_silent_replicas(fleet, buffers))
             tasks.create_task(_leave_stopping_replicas(fleet, buffers))
+
+
+async def _taken(buffer: ResponseBuffer, course: "_Course") -> list[StreamItem]:
+    """Wait for new items of an answer and return them; an empty list at its end.
+
+    Raises _AnswerLost if the replica is lost, Unavailable if no replica takes an answer that has
+    begun, GenerationFailed if the replica's code failed.
+    """
+    request_id = course.sent.attempt_id
+    try:
+        return await buffer.take()
+    except RayTaskError as error:
+        raise _translated(error, request_id) from error
+    except (Unavailable, *REPLICA_LOST) as error:
+        course.on_lost()
+        raise _translated(error, request_id) from error
+    except asyncio.CancelledError as error:
+        if is_being_cancelled():
+            raise
+        course.on_lost()
+        reason = ResumeReason.REPLICA_LOST
+        raise _AnswerLost("the replica cancelled this request", reason) from error
 
 
 async def _leave_silent_replicas(fleet: Fleet, buffers: ResponseBuffers) -> None:
@@ -460,11 +464,13 @@ class _Course:
     begun: whether the client has bytes of the answer.
     deaths_at_once: number of replicas that were lost just after they took the call, which may be
         the reason.
+    giving_up: timer that fails an answer that no replica takes over; None if there is none.
     """
 
     def __init__(self, fleet: Fleet, sent: EncodedCall) -> None:
         self.fleet, self.sent, self.log = fleet, sent, bytearray()
         self.left, self.begun, self.deaths_at_once = _ATTEMPTS, False, 0
+        self.giving_up: asyncio.TimerHandle | None = None
 
     def begin(self, attempt: int) -> None:
         """Begin an attempt. attempt: number of attempts before it."""
@@ -479,12 +485,19 @@ class _Course:
 
         header: the answer's first header.
         """
+        self.stop_giving_up()
         fleet, self._taken_s = self.fleet, time.monotonic()
         fleet.on_accepted(self.sent.attempt_id, header.replica)  # Serve's own notice may come later
         if header.status is not None:
             fleet.on_status_update(header.replica, header.status, HEADER_AGE_S)
         if header.digest is not None and header.residency is not None:
             fleet.on_adapter_found(header.replica, header.digest, header.residency)
+
+    def stop_giving_up(self) -> None:
+        """Stop the timer `giving_up`, if there is one."""
+        if self.giving_up is not None:
+            self.giving_up.cancel()
+            self.giving_up = None
 
     def on_bytes(self) -> None:
         """Record that the replica has sent bytes of the answer."""
@@ -507,7 +520,21 @@ class _Course:
         waited_s = decision.accepted_s - self._sent_s
         return Attempt(request_id, decision.replica, waited_s, decision.candidates, failure)
 
-    def another_can_load(self, refusal: Refusal) -> bool:
+    def on_lost(self) -> None:
+        """Record that the replica that took the call was lost."""
+        self.fleet.on_replica_lost(self.fleet.accepted_by(self.sent.attempt_id))
+
+    def check(self, refusal: Refusal) -> None:
+        """Raise _AnswerLost if the replica gives the answer up, Unavailable if another replica can
+        load the adapter that this one cannot.
+        """
+        if refusal.code == Unavailable.code:
+            self.on_lost()
+            raise _AnswerLost(refusal.message, ResumeReason.ENGINE_CLOSED)
+        if self._another_can_load(refusal):
+            raise Unavailable("the replica could not load the adapter")
+
+    def _another_can_load(self, refusal: Refusal) -> bool:
         """Tell the fleet that the adapter failed to load; return True if another replica can take
         the call. Then the outputs so far are dropped, as the weights may have been damaged.
 

@@ -15,10 +15,9 @@ from ray.serve.request_router import (
 
 from lorikeet.protocol.messages import EncodedCall, SmokeTest, Work
 from lorikeet.protocol.status_update import from_stats
-from lorikeet.routing.fleet import STATS_AGE_S, Fleet
+from lorikeet.routing.fleet import STATS_AGE_S, Fleet, fleet_of
 from lorikeet.routing.locations import prefix_hashes
 from lorikeet.routing.ranking import RoutingRequest
-from lorikeet.serving.fleet_registry import fleet_of
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +41,7 @@ class AdapterAffinityRouter(RequestRouter):
     """
 
     def initialize_state(self, **_: Any) -> None:
-        """Set up the router with the Fleet that engine_client.py uses too (fleet_registry.py).
+        """Set up the router with the Fleet that engine_client.py uses too.
 
         Serve calls this once, before any other method.
         """

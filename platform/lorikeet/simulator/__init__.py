@@ -3,10 +3,9 @@
 workload_models.py  popularity, arrivals, lengths, recorded traces
 traffic.py          a fleet's setup, and requests
 demand.py           tenants, adapters and rates, from which requests are drawn
-fleet.py            the event loop
+fleet.py            the event loop, and the product's routing over simulated replicas
 replica.py          one replica: its batch, prompts and loads
 memory.py           a replica's adapters on GPU, host and disk
-router.py           the product's routing over simulated replicas
 forecast.py         expected latencies of N replicas, against goals
 capacity.py         the fewest replicas that meet the goals
 

@@ -1,39 +1,41 @@
-"""Event loop of the simulation: requests arrive, are routed, and run to their ends."""
+"""Event loop of the simulation: requests arrive, are routed as the product routes, and run to their
+ends.
+"""
 
 import math
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from heapq import heappop, heappush
 from itertools import count
-from typing import Protocol
+from random import Random
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lorikeet.rendezvous import by_preference
+from lorikeet.protocol.messages import Candidate, Work
+from lorikeet.rendezvous import by_preference, rendezvous_candidates
+from lorikeet.routing.ranking import (
+    Holders,
+    ReplicaOption,
+    RoutingStatus,
+    candidate_sample,
+    rank_by_cost,
+)
 from lorikeet.simulator.replica import SimulatedReplica
 from lorikeet.simulator.traffic import BASE_MODEL, FleetSetup, Requests
 from lorikeet.simulator.workload_models import Floats, Ints
 from lorikeet_engine.adapter import Residency
 
 
-class Router(Protocol):
-    """Choice of a replica for each request."""
-
-    def route(self, fleet: "SimulatedFleet", request: int, now_s: float) -> SimulatedReplica:
-        """Choose the replica of a request.
-
-        request: index of the request in the fleet's tables.
-        now_s: simulated time.
-        """
-
-
 class SimulatedFleet:
-    """One run of a fleet under one router.
+    """One run of a fleet.
 
     prompts, answers, adapter_of: tokens and adapter of each request, [requests].
     ranks, sizes, names: LoRA rank, bytes and name of each adapter, [adapters].
     replicas: all replicas.
+    router: chooses the replica of each request.
     ttft_s: seconds to the first token, [requests].
     found: tier of the adapter when the request came, GPU for the base model, [requests].
     gaps: number of tokens by the time since the previous token, in units of 0.1 ms.
@@ -44,8 +46,9 @@ class SimulatedFleet:
     gaps and loads count from the end of the warm-up.
     """
 
-    def __init__(self, setup: FleetSetup, requests: Requests, router: Router) -> None:
-        self.setup, self.requests, self._router = setup, requests, router
+    def __init__(self, setup: FleetSetup, requests: Requests) -> None:
+        self.setup, self.requests = setup, requests
+        self.router = LeastCostRouter(setup.seed)
         self.prompts: list[int] = requests.prompts.tolist()
         self.answers: list[int] = requests.answers.tolist()
         adapters = requests.adapters.tolist()
@@ -84,7 +87,7 @@ class SimulatedFleet:
         for request, at_s in enumerate(self._arrived_s):
             self._run_until(at_s)
             self._now_s = at_s
-            replica = self._router.route(self, request, at_s)
+            replica = self.router.route(self, request, at_s)
             self.found[request] = replica.submit(request, at_s)
         self._run_until(math.inf)
 
@@ -124,3 +127,69 @@ class SimulatedFleet:
             for name in by_preference(self.names[adapter], replicas)[:copies]:
                 if replicas[name].arena.pin(adapter):
                     self.on_gpu[adapter].append(replicas[name])
+
+
+class LeastCostRouter:
+    """Router to the replica with the lowest expected cost in a sample, as the gateway sees it.
+
+    A gateway's view of a replica's status is up to status_age_s old, updated by the requests that
+    the gateway itself has sent since. Locations of adapters are pushed on change, so the gateway's
+    view of locations is current.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._rng = Random(seed)
+        self._named: dict[str, SimulatedReplica] = {}
+        # (gateway, replica) → (time of the status, status)
+        self._seen: dict[tuple[int, int], tuple[float, RoutingStatus]] = {}
+
+    def route(self, fleet: "SimulatedFleet", request: int, now_s: float) -> SimulatedReplica:
+        """Choose the replica of a request.
+
+        request: index of the request in the fleet's tables.
+        now_s: simulated time.
+        """
+        chosen = self.rank(fleet, request, now_s)[0].replica
+        self._status(fleet, request, chosen, now_s).add_waiting(fleet.prompts[request])
+        return chosen
+
+    def rank(
+        self, fleet: "SimulatedFleet", request: int, now_s: float
+    ) -> list[Candidate[SimulatedReplica]]:
+        """Return a few replicas in order of the request's expected cost, the lowest first."""
+        self._named = self._named or {one.name: one for one in fleet.replicas}
+        adapter, work, holders = fleet.adapter_of[request], Work(fleet.prompts[request]), None
+        if adapter is not None:
+            work = Work(work.prompt_tokens, fleet.ranks[adapter], fleet.sizes[adapter])
+            off_gpu = fleet.on_host[adapter] or fleet.on_disk[adapter]
+            rendezvous = partial(self._rendezvous, fleet.names[adapter])
+            holders = Holders(fleet.on_gpu[adapter], off_gpu, rendezvous)
+        sample = candidate_sample(holders, fleet.replicas, self._rng)
+        return rank_by_cost(work, [self._option(fleet, request, one, now_s) for one in sample])
+
+    def _rendezvous(self, name: str) -> list[SimulatedReplica]:
+        return [self._named[one] for one in rendezvous_candidates(name, tuple(self._named))]
+
+    def _option(
+        self, fleet: "SimulatedFleet", request: int, replica: SimulatedReplica, now_s: float
+    ) -> ReplicaOption[SimulatedReplica]:
+        status, costs = self._status(fleet, request, replica, now_s), fleet.setup.costs
+        if (adapter := fleet.adapter_of[request]) is None:
+            return ReplicaOption(replica, status, costs)
+        tier, running = replica.tier(adapter), adapter in replica.decoding
+        loading = adapter in replica.waiting
+        evicted_uses = 0.0 if loading else replica.arena.evicted_uses(adapter, now_s)
+        return ReplicaOption(replica, status, costs, tier, running, evicted_uses, loading=loading)
+
+    def _status(
+        self, fleet: "SimulatedFleet", request: int, replica: SimulatedReplica, now_s: float
+    ) -> RoutingStatus:
+        """Return a replica's status in the view of the request's gateway.
+
+        The object is shared by the gateway's requests: the caller adds each request that it sends.
+        """
+        key = request % fleet.setup.gateways, replica.number
+        seen = self._seen.get(key)
+        if seen is None or now_s >= seen[0] + fleet.setup.status_age_s:
+            self._seen[key] = seen = now_s, replace(replica.status, room_bytes=replica.arena.room)
+        return seen[1]

@@ -10,7 +10,6 @@ import numpy as np
 from lorikeet.routing.ranking import H200_LLAMA_8B, CostCoefficients
 from lorikeet.simulator.demand import SimulatedDemand
 from lorikeet.simulator.fleet import SimulatedFleet
-from lorikeet.simulator.router import LeastCostRouter
 from lorikeet.simulator.traffic import BASE_MODEL, FleetSetup
 from lorikeet.simulator.workload_models import Floats, Ints
 from lorikeet_engine.adapter import Residency
@@ -223,7 +222,7 @@ def _run(needs: CapacityNeeds, replicas: int, pins: Mapping[str, int], seed: int
         costs=needs.costs,
     )
     requests = demand.requests(WARM_UP_S + needs.counted_s, seed)
-    fleet = SimulatedFleet(setup, requests, LeastCostRouter(seed))
+    fleet = SimulatedFleet(setup, requests)
     fleet.run()
     return fleet
 

@@ -119,10 +119,10 @@ class SubjectLimits:
     def uses(self, now: float) -> list[LimitUse]:
         """Return the use of each limit per minute, and of the limit on requests at once."""
         found = []
-        for status in self.limit_statuses(now):
-            burst = math.ceil(status.limit * self.limits.burst_s / 60)
-            used = max(0, burst - status.remaining)
-            found.append(LimitUse(f"{status.kind}_per_min", status.limit, used, burst))
+        for bucket in self._buckets():
+            burst = math.ceil(bucket.per_min * self.limits.burst_s / 60)
+            name = f"{bucket.kind}_per_min"
+            found.append(LimitUse(name, bucket.per_min, bucket.used(now), burst))
         if (most := self.limits.max_concurrent) is not None:
             own = self.share(now)
             found.append(LimitUse("max_concurrent", most, own.running + own.others_run))

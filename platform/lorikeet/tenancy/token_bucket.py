@@ -28,6 +28,7 @@ class TokenBucket:
         self.kind = kind
         self._set(per_min, burst_s, share)
         self._level, self._at = self._capacity, now
+        self._used = 0.0  # at _at; below the missing level where the share has grown since
 
     def change(self, per_min: int, burst_s: float, share: float, now: float) -> None:
         """Set the limit, its burst and this gateway's share from now on.
@@ -36,18 +37,19 @@ class TokenBucket:
         burst_s: capacity of the whole limit, in seconds of its rate.
         share: fraction of the limit that this gateway enforces.
         """
-        self._level, self._at = self.level(now), now
+        self._pass_to(now)
         self._set(per_min, burst_s, share)
         self._level = min(self._level, self._capacity)
 
     def level(self, now: float) -> float:
         """Return the amount left in the bucket; a negative level is a debt."""
-        refilled = (now - self._at) * self._rate * self._share
-        return min(self._capacity, self._level + refilled)
+        return min(self._capacity, self._level + self._refilled(now))
 
     def count(self, amount: float, now: float) -> None:
         """Take an amount out, even if the bucket holds less; a negative amount is put back."""
-        self._level, self._at = self.level(now) - amount, now
+        self._pass_to(now)
+        self._level -= amount
+        self._used = max(0.0, self._used + amount)
 
     def wait_s(self, amount: float, even: float, now: float) -> float:
         """Return the seconds until this amount is admitted; 0 if it is admitted now.
@@ -67,6 +69,22 @@ class TokenBucket:
         left = math.floor(max(0.0, self.level(now))) / self._share
         remaining = min(int(left), math.ceil(self._whole))
         return LimitStatus(self.kind, self.per_min, remaining, self.full_in_s(now))
+
+    def used(self, now: float) -> int:
+        """Extrapolate the part of the whole limit's burst that is used from the use of this
+        gateway's share.
+
+        A bucket whose share has grown is not full, though nothing is used.
+        """
+        left = max(0.0, self._used - self._refilled(now))
+        return min(math.ceil(left / self._share), math.ceil(self._whole))
+
+    def _refilled(self, now: float) -> float:
+        return (now - self._at) * self._rate * self._share
+
+    def _pass_to(self, now: float) -> None:
+        self._level, self._used = self.level(now), max(0.0, self._used - self._refilled(now))
+        self._at = now
 
     def _set(self, per_min: int, burst_s: float, share: float) -> None:
         self.per_min, self._share = per_min, share

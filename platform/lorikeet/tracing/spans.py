@@ -52,6 +52,12 @@ _OPERATIONS = {
     "/v1/classify": "classify",
     "/v1/score": "score",
     "/v1/pooling": "pooling",
+    "/v1/rerank": "rerank",
+    "/v2/rerank": "rerank",
+    "/classify": "classify",
+    "/score": "score",
+    "/pooling": "pooling",
+    "/rerank": "rerank",
     "/v1/embeddings": "embeddings",
 }
 _IDS = RandomIdGenerator()

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lorikeet_engine.kernels.moe import Mxfp4Experts
+from lorikeet_engine.kernels.moe.mxfp4 import Mxfp4Experts
 from lorikeet_engine.kernels.w4a16 import PackedWeight, StackedWeight
 from tests.engine.engine_driver import Answers, greedy, load_adapters, prompt
 from tests.engine.float32_reference import (

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from lorikeet_engine.kernels.delta_net import Decay, Heads
+from lorikeet_engine.kernels.delta_net import Decay, Heads, Operands, _next_state
 
 CPU = torch.device("cpu")
 HEADS = [Heads(2, 2, 16, 16), Heads(2, 6, 16, 32), Heads(1, 2, 32, 16)]
@@ -56,3 +56,19 @@ def inputs(
         ),
         last_inputs=draw(slots, width - 1, channels),
     )
+
+
+def recurrence(
+    operands: Operands, starts: torch.Tensor, states: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute a recurrence token by token (arXiv 2412.06464, section 3.1).
+
+    starts [sequences + 1]: first token of each sequence, and the number of all tokens
+    """
+    o, states = torch.empty_like(operands.v), states.clone()
+    starts, lengths = starts[:-1].long(), starts.diff()
+    for position in range(int(lengths.max())):
+        running = (lengths > position).nonzero().squeeze(1)
+        at = starts[running] + position
+        states[running], o[at] = _next_state(states[running], operands.of(at))
+    return o, states

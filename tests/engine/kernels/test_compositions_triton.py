@@ -8,13 +8,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch.nn import functional as F
 
 from lorikeet_engine.adapter import MAX_MEMBERS
 from lorikeet_engine.kernels.lora import reference
 from lorikeet_engine.kernels.lora.expand import expand
 from lorikeet_engine.kernels.lora.expand_act import expand_act_and_mul
-from lorikeet_engine.kernels.lora.gather import gather
 from lorikeet_engine.kernels.lora.shrink import shrink
 from lorikeet_engine.kernels.lora.tuning import Regime
 from lorikeet_engine.kernels.lora.types import LoraGroup, LoraWeights
@@ -25,7 +23,6 @@ from tests.engine.kernels.test_lora_triton import (
     GATE_UP,
     LAYER,
     LONG,
-    NO_ROWS,
     PREFILL_TOKENS,
     QKV,
     WIDE,
@@ -35,8 +32,11 @@ from tests.engine.kernels.test_lora_triton import (
     _small_cuts,  # noqa: F401
     both_kinds,
     check,
+    check_activation,
     check_delta,
+    check_embeddings,
     check_sum,
+    check_vectors,
     make_step,
     with_vectors,
 )
@@ -124,30 +124,16 @@ def test_the_activation_of_a_prefill_adds_them_up(kind: Kind, gelu: bool) -> Non
     step.x[-70:] = 1.0
     product = torch.randn(len(step.x), 2 * 130).to(*kind)
     shrunk = shrink(step.x, step.weights, step.tiles(), LAYER, GATE_UP)
-    gates, values = (product.float().cpu() + step.delta().nan_to_num()).chunk(2, dim=1)
-    want = (F.gelu(gates, approximate="tanh") if gelu else F.silu(gates)) * values
-    got = expand_act_and_mul(product, shrunk, gelu=gelu).float().cpu()
-    eps = torch.finfo(kind[1]).eps
-    off = eps * (product.float().cpu().abs() + step.sizes().nan_to_num()) + 1e-5
-    gates_off, values_off = off.chunk(2, dim=1)  # both slopes are below 1.13
-    slack = 1.13 * gates_off * values.abs() + gates.abs() * values_off + gates_off * values_off
-    assert ((got - want).abs() <= slack + eps * want.abs() + 1e-5).all()
+    floats = product.float().cpu()
+    off = torch.finfo(kind[1]).eps * (floats.abs() + step.sizes().nan_to_num()) + 1e-5
+    got = expand_act_and_mul(product, shrunk, gelu=gelu)
+    check_activation(got, floats + step.delta().nan_to_num(), off, gelu=gelu)
 
 
 @both_kinds
 @pytest.mark.parametrize("runs", [[(FIRST, 1), (1, 2), (2, 1)], [(THIRD, 17), (0, 4), (1, 3)]])
 def test_adapters_of_embeddings_are_added_up(kind: Kind, runs: list[tuple[int, int]]) -> None:
-    step = composed(kind, EMBEDDINGS, runs, base_tokens=4)
-    ids = torch.randint(0, 50, (len(step.x),))
-    step = replace(step, x=F.one_hot(ids, 50).to(*kind))
-    for slot, (at, _, rank) in enumerate(step.weights.table[:, LAYER, 6].tolist()):
-        if rank:
-            step.weights.arena[at : at + rank * 50] = step.a[slot, 6].T.flatten().to(kind[1])
-    product = torch.randn(len(step.x), 72).to(*kind)
-    y = product.clone()
-    ids = ids.to(kind[0])
-    expand(gather(ids, y, step.weights, step.tiles(), LAYER, EMBEDDINGS, NO_ROWS), y, add=True)
-    check_sum(step, product, y)
+    check_embeddings(kind, composed(kind, EMBEDDINGS, runs, base_tokens=4))
 
 
 @both_kinds
@@ -161,16 +147,7 @@ def test_compositions_share_a_step_with_vectors(kind: Kind, runs: list[tuple[int
         step,
         weights=replace(step.weights, members=members[0], member_weights=members[1]),
     )
-    product = torch.randn(len(step.x), sum(QKV.d_outs)).to(*kind)
-    y = product.clone()
-    shrunk = shrink(step.x, step.weights, step.tiles(), LAYER, QKV)
-    expand(replace(shrunk, has_vectors=True), y, add=True)
-    held = step.delta().nan_to_num() + product.float().cpu()
-    want = held + gain * held + bias
-    eps = torch.finfo(kind[1]).eps
-    sizes = product.float().cpu().abs() + step.sizes().nan_to_num()
-    slack = eps * (want.abs() + (1 + gain.abs()) * sizes) + 1e-5
-    assert ((y.float().cpu() - want).abs() <= slack).all()
+    check_vectors(step, torch.randn(len(step.x), sum(QKV.d_outs)).to(*kind), gain, bias)
 
 
 @both_kinds

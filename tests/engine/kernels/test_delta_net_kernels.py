@@ -6,18 +6,14 @@ from itertools import pairwise
 import pytest
 import torch
 
-from lorikeet_engine.kernels.delta_net import (
-    CHUNK,
-    Decay,
-    Decodes,
-    Heads,
-    Prefills,
-    fused,
-    reference,
-)
+from lorikeet_engine.kernels import delta_net
+from lorikeet_engine.kernels.delta_net import CHUNK, Decay, Decodes, Heads, Prefills, fused
 from lorikeet_engine.kernels.lora.types import LoraDelta
 from tests.engine.interpreter import DEVICES, KINDS, slow
-from tests.engine.kernels.delta_net_inputs import HEADS, Inputs, inputs
+from tests.engine.kernels.definitions import in_torch
+from tests.engine.kernels.delta_net_inputs import HEADS, Inputs, inputs, recurrence
+
+reference = in_torch(delta_net)
 
 REAL = Heads(1, 2, 128, 128)
 STATES = pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
@@ -233,7 +229,7 @@ def test_equal_keys_without_decay_are_as_exact_as_others(operators, device):
     exact, prefills = wide(given), Prefills.of([length], [0], device)
     starts = torch.tensor([0, length], device=device)
     operands = reference._operands(exact.qkv, exact.ba, exact.decay, heads)
-    want, _ = reference.recurrence(operands, starts, exact.states[:1])
+    want, _ = recurrence(operands, starts, exact.states[:1])
     o = operators.prefill_delta_rule(
         given.qkv, given.ba, given.decay, given.states, prefills, heads
     )

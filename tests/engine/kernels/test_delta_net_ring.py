@@ -5,8 +5,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lorikeet_engine.kernels.delta_net import CHUNK, Decodes, Heads, Prefills, Ring, reference
+from lorikeet_engine.kernels import delta_net
+from lorikeet_engine.kernels.delta_net import CHUNK, Decodes, Heads, Prefills, Ring
+from tests.engine.kernels.definitions import in_torch
 from tests.engine.kernels.delta_net_inputs import CPU, HEADS, inputs
+
+reference = in_torch(delta_net)
 
 SLOTS = 5
 ENTRIES = [1, 3, 7]

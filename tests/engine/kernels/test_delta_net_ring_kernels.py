@@ -3,16 +3,10 @@
 import pytest
 import torch
 
-from lorikeet_engine.kernels.delta_net import (
-    CHUNK,
-    Decodes,
-    Heads,
-    Prefills,
-    Ring,
-    fused,
-    reference,
-)
+from lorikeet_engine.kernels import delta_net
+from lorikeet_engine.kernels.delta_net import CHUNK, Decodes, Heads, Prefills, Ring, fused
 from tests.engine.interpreter import DEVICES, KINDS, slow
+from tests.engine.kernels.definitions import in_torch
 from tests.engine.kernels.delta_net_inputs import HEADS, inputs
 from tests.engine.kernels.test_delta_net_kernels import (
     REAL,
@@ -25,6 +19,8 @@ from tests.engine.kernels.test_delta_net_kernels import (
     wide,
 )
 from tests.engine.pairs import pairs
+
+reference = in_torch(delta_net)
 
 CASES = [
     (HEADS[0], 1),

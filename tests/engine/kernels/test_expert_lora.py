@@ -20,7 +20,7 @@ from lorikeet_engine.kernels.lora.types import (
     LoraWeights,
     Segments,
 )
-from lorikeet_engine.kernels.moe.reference import route
+from lorikeet_engine.kernels.moe import route
 from lorikeet_engine.kernels.routed_rows import RoutedRows
 from tests.engine.interpreter import INTERPRETED
 

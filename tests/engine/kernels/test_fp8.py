@@ -9,13 +9,16 @@ import torch
 
 from lorikeet_engine.errors import SettingsError
 from lorikeet_engine.kernels import fp8
-from lorikeet_engine.kernels.fp8 import DTYPE, Activations, Fp8Rows, few_tokens, fused, reference
+from lorikeet_engine.kernels.fp8 import DTYPE, Activations, Fp8Rows, few_tokens, fused
 from lorikeet_engine.kernels.gemv import gemv
 from lorikeet_engine.kernels.lora.linear import _reserve_sms_of_lt, linear
 from lorikeet_engine.kernels.lora.types import LoraDelta
 from lorikeet_engine.kernels.pointwise import fused as pointwise
 from lorikeet_engine.kernels.split_k import ProductConfig
 from tests.engine.interpreter import INTERPRETED
+from tests.engine.kernels.definitions import in_torch
+
+reference = in_torch(fp8)
 
 KINDS = [
     pytest.param(
@@ -139,7 +142,7 @@ def test_the_kernel_rounds_rows_as_the_reference_does(device, dtype, width):
 @pytest.mark.parametrize("width", [16, 100, 4096])
 def test_a_norm_rounds_its_own_rows(device, dtype, width):
     x, delta, weight = (numbers(n, width, seed=n).to(device, dtype) for n in (5, 5, 1))
-    both = pointwise.add_rms_norm_fp8(x.clone(), delta, weight[0], 1e-5)
+    both = pointwise.add_rms_norm(x.clone(), delta, weight[0], 1e-5, fp8=True)
     assert torch.equal(both.rows, pointwise.add_rms_norm(x, delta, weight[0], 1e-5))
     assert_rounded(both.fp8, both.rows)
 
@@ -153,7 +156,7 @@ def test_silu_rounds_its_own_rows(device, dtype, width, adapters):
     lora = None
     if adapters:
         lora = LoraDelta(added, torch.tensor([3], dtype=torch.int32, device=device))
-    both = pointwise.act_and_mul_fp8(x, lora)
+    both = pointwise.act_and_mul(x, lora, fp8=True)
     assert torch.equal(both.rows, pointwise.act_and_mul(x, lora))
     assert_rounded(both.fp8, both.rows)
 
@@ -326,11 +329,11 @@ def test_captured_kernels_equal_single_launches(tokens):
     def layers(after):
         x, delta = given.clone(), torch.zeros_like(given)
         for _ in range(8):
-            inputs = pointwise.add_rms_norm_fp8(x, delta, norm, 1e-5)
+            inputs = pointwise.add_rms_norm(x, delta, norm, 1e-5, fp8=True)
             after()
             y = fp8.linear(inputs.rows, gate_up, None, inputs.fp8)
             after()
-            gated = pointwise.act_and_mul_fp8(y)
+            gated = pointwise.act_and_mul(y, fp8=True)
             after()
             delta = fp8.linear(gated.rows, down, None, gated.fp8)
             after()

@@ -4,20 +4,12 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from lorikeet_engine.kernels.fp8 import Fp8Rows
-from lorikeet_engine.kernels.fp8.reference import quantize_weight
-from lorikeet_engine.kernels.gemv import GemvConfig, gemv, gemv_act_and_mul
+from lorikeet_engine.kernels.fp8 import Fp8Rows, quantize_weight
+from lorikeet_engine.kernels.gemv import gemv, gemv_act_and_mul
 from lorikeet_engine.kernels.pointwise.fused import act_and_mul
-from tests.engine.interpreter import INTERPRETED, slow
+from tests.engine.interpreter import INTERPRETED, kinds
 
-KINDS = (
-    [("cpu", torch.float32), ("cpu", torch.float16)]
-    if INTERPRETED
-    else [
-        pytest.param(("cuda", dtype), marks=pytest.mark.gpu)
-        for dtype in (torch.bfloat16, torch.float16)
-    ]
-)
+KINDS = kinds(torch.bfloat16, torch.float16)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -35,31 +27,6 @@ def test_one_row(kind, biased, d_out, d_in):
     assert got.shape == (1, d_out)
     atol = 2 * torch.finfo(dtype).eps * want.abs().max().item()
     torch.testing.assert_close(got.double(), want, rtol=0, atol=atol)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("config", [
-    GemvConfig(4, 64, 4, summed=8),
-    GemvConfig(2, 128, 4, summed=8, stages=3),
-    GemvConfig(2, 0, 4, summed=8, stages=2, programs=3),
-    GemvConfig(4, 0, 4, programs=50),
-])  # fmt: skip
-@pytest.mark.parametrize(("d_out", "d_in"), [(8, 64), (7, 100), (7, 1100), *slow((33, 2048))])
-def test_one_row_however_it_is_launched(kind, config, d_out, d_in):
-    device, dtype = kind
-    random = torch.Generator().manual_seed(d_out)
-    x, weight, bias = (
-        torch.randn(shape, generator=random).to(device, dtype)
-        for shape in ((1, d_in), (2 * d_out, d_in), (2 * d_out,))
-    )
-    weight *= d_in**-0.5
-    want = F.linear(x.double(), weight.double(), bias.double())
-    atol = 2 * torch.finfo(dtype).eps * want.abs().max().item()
-    got = gemv(x, weight, bias, config)
-    torch.testing.assert_close(got.double(), want, rtol=0, atol=atol)
-    gated = gemv_act_and_mul(x, weight, bias, config, gelu=False)
-    want = F.silu(want[:, :d_out]) * want[:, d_out:]
-    torch.testing.assert_close(gated.double(), want, rtol=0, atol=8 * atol)
 
 
 @pytest.mark.usefixtures("exact_fp8")

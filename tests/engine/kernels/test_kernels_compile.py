@@ -189,10 +189,10 @@ def test_pointwise_operators(compiled: set[str], adapters: bool) -> None:
 
     angles = empty(8, 64, dtype=torch.float32)
     fused.add_rms_norm(empty(8, 4096), empty(8, 4096), empty(4096), 1e-5, delta(4096))
-    fused.add_rms_norm_fp8(empty(8, 4096), empty(8, 4096), empty(4096), 1e-5, delta(4096))
+    fused.add_rms_norm(empty(8, 4096), empty(8, 4096), empty(4096), 1e-5, delta(4096), fp8=True)
     for gelu in (False, True):
         fused.act_and_mul(empty(8, 2 * 14336), delta(2 * 14336), gelu=gelu)
-        fused.act_and_mul_fp8(empty(8, 2 * 14336), delta(2 * 14336), gelu=gelu)
+        fused.act_and_mul(empty(8, 2 * 14336), delta(2 * 14336), gelu=gelu, fp8=True)
     slots = empty(8, dtype=torch.int64)
     kv = empty(2, 100, 16, 8, 128)
     fused.rotary_and_store_kv(empty(8, 48, 128), angles, angles, kv, slots, delta(48 * 128))
@@ -351,7 +351,7 @@ def test_the_experts_of_one_token_without_gates(compiled: set[str]) -> None:
 def test_squared_relu(compiled: set[str]) -> None:
     x = empty(8, 1856)
     fused.squared_relu(x, LoraDelta(x, empty(1, dtype=torch.int32)))
-    fused.squared_relu_fp8(x)
+    fused.squared_relu(x, fp8=True)
     assert compiled >= {"_squared_relu"}
 
 
@@ -371,7 +371,7 @@ def test_sums_over_ranks(compiled: set[str], world: int, width: int, adapters: b
     rows, row = empty(8, width), empty(width)
     fused.add_rms_norm(rows, rows, row, 1e-5, delta, exchange=exchange)
     fused.add_rms_norm(rows, rows, None, 1e-5, delta, 0.22, row, exchange)
-    fused.add_rms_norm_fp8(rows, rows, row, 1e-5, delta, 1.0, row, exchange)
+    fused.add_rms_norm(rows, rows, row, 1e-5, delta, 1.0, row, exchange, fp8=True)
     assert compiled == {"_add_rms_norm"}
 
 
@@ -451,7 +451,7 @@ def test_fp8_experts(
     gate_up = fp8_weight(experts, 2 * inner, 2048, block=block)
     down = fp8_weight(experts, 2048, inner, block=block)
     y = moe.expert_products(empty(tokens, 2048), gate_up, routed, gathered=True)
-    y = moe.expert_products(fused.act_and_mul_fp8(y), down, routed)
+    y = moe.expert_products(fused.act_and_mul(y, fp8=True), down, routed)
     assert y.shape == (tokens * per_token, 2048)
     of_fp8 = {"_quantize_rows", "_act_and_mul_fp8", "_products_fp8"}
     assert compiled == {"choose", "sort_by_expert", *of_fp8}

@@ -7,12 +7,13 @@ import torch
 
 from lorikeet_engine.adapter import MAX_MEMBERS
 from lorikeet_engine.errors import SettingsError
+from lorikeet_engine.kernels import latents
 from lorikeet_engine.kernels.attention import check_latents
 from lorikeet_engine.kernels.attention.protocol import AttentionShape
 from lorikeet_engine.kernels.attention.sdpa import SdpaAttention
 from lorikeet_engine.kernels.attention.wide_heads import WideAttention
 from lorikeet_engine.kernels.fp8_kv import FP8_KV, KvScales
-from lorikeet_engine.kernels.latents import AbsorbedWeight, LatentNorms, fused, reference
+from lorikeet_engine.kernels.latents import AbsorbedWeight, LatentNorms, fused
 from lorikeet_engine.kernels.lora.tiles import list_tiles
 from lorikeet_engine.kernels.lora.types import (
     LoraDelta,
@@ -22,8 +23,11 @@ from lorikeet_engine.kernels.lora.types import (
     Segments,
 )
 from tests.engine.interpreter import DEVICES, INTERPRETED
+from tests.engine.kernels.definitions import in_torch
 from tests.engine.kernels.test_paged_decode import PAGE, TOLERANCE, dtype_of, step_of
 from tests.engine.kernels.test_wide_heads import MIXED, PROMPTS
+
+reference = in_torch(latents)
 
 HEADS, PLAIN, ROTARY, VALUES, QUERY_RANK, KV_RANK = 5, 12, 16, 20, 28, 64
 DECODES = ([18, 130, 1, 300], [1, 1, 1, 1])

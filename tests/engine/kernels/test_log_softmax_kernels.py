@@ -4,8 +4,11 @@ import pytest
 import torch
 
 from lorikeet_engine.kernels import log_softmax
-from lorikeet_engine.kernels.log_softmax import MOST, fused, reference
+from lorikeet_engine.kernels.log_softmax import MOST, fused
 from tests.engine.interpreter import INTERPRETED
+from tests.engine.kernels.definitions import in_torch
+
+reference = in_torch(log_softmax)
 
 OPERATORS = [
     pytest.param(reference, "cpu", id="reference"),

@@ -216,6 +216,48 @@ def check_sum(step: Step, product: torch.Tensor, y: torch.Tensor) -> None:
     assert (error <= slack)[owned].all()
 
 
+def check_activation(
+    got: torch.Tensor, sums: torch.Tensor, off: torch.Tensor, *, gelu: bool = False
+) -> None:
+    """Compare an activation of sums [tokens, gates then values], each of which may be off by `off`.
+
+    The slope of either activation is below 1.13.
+    """
+    (gates, values), (gates_off, values_off) = sums.chunk(2, dim=1), off.chunk(2, dim=1)
+    want = (F.gelu(gates, approximate="tanh") if gelu else F.silu(gates)) * values
+    slack = 1.13 * gates_off * values.abs() + gates.abs() * values_off + gates_off * values_off
+    eps = torch.finfo(got.dtype).eps
+    assert ((got.float().cpu() - want).abs() <= slack + eps * want.abs() + 1e-5).all()
+
+
+def check_vectors(
+    step: Step, product: torch.Tensor, gain: torch.Tensor, bias: torch.Tensor
+) -> torch.Tensor:
+    """Add the step's LoRA delta to a product of QKV, with gains and biases, and compare the sum."""
+    y = product.clone()
+    shrunk = shrink(step.x, step.weights, step.tiles(), LAYER, QKV)
+    expand(replace(shrunk, has_vectors=True), y, add=True)
+    held = step.delta().nan_to_num() + product.float().cpu()
+    want = held + gain * held + bias
+    sizes = product.float().cpu().abs() + step.sizes().nan_to_num()
+    slack = torch.finfo(y.dtype).eps * (want.abs() + (1 + gain.abs()) * sizes) + 1e-5
+    assert ((y.float().cpu() - want).abs() <= slack).all()
+    return y
+
+
+def check_embeddings(kind: Kind, step: Step) -> None:
+    """Compare the LoRA delta of random token ids with that of a linear on unit vectors."""
+    ids = torch.randint(0, 50, (len(step.x),))
+    step = replace(step, x=F.one_hot(ids, 50).to(*kind))
+    for slot, (at, _, rank) in enumerate(step.weights.table[:, LAYER, 6].tolist()):
+        if rank:
+            step.weights.arena[at : at + rank * 50] = step.a[slot, 6].T.flatten().to(kind[1])
+    product = torch.randn(len(step.x), 72).to(*kind)
+    y, ids = product.clone(), ids.to(kind[0])
+    expand(gather(ids, y, step.weights, step.tiles(), LAYER, EMBEDDINGS, NO_ROWS), y, add=True)
+    check_sum(step, product, y)
+
+
 def cut_into(tokens: int, runs: list[tuple[int, int]]) -> list[tuple[int, int, int]]:
     """Expected tiles of runs: (slot, start, length) of every tile."""
     wanted, start = [], 0
@@ -380,15 +422,10 @@ def test_the_activation_of_a_prefill_expands_the_lora_delta(
     step.x[-70:] = 1.0
     product = torch.randn(len(step.x), 2 * 130).to(*kind)
     shrunk = shrink(step.x, step.weights, step.tiles(), LAYER, GATE_UP)
-    gates, values = (product.float().cpu() + step.delta().nan_to_num()).chunk(2, dim=1)
-    activated = F.gelu(gates, approximate="tanh") if gelu else F.silu(gates)
-    want = activated * values
-    got = expand_act_and_mul(product, shrunk, gelu=gelu).float().cpu()
-    eps = torch.finfo(kind[1]).eps
-    off = eps * (product.float().cpu().abs() + step.sizes().nan_to_num()) + 1e-5
-    gates_off, values_off = off.chunk(2, dim=1)  # both slopes are below 1.13
-    slack = 1.13 * gates_off * values.abs() + gates.abs() * values_off + gates_off * values_off
-    assert ((got - want).abs() <= slack + eps * want.abs() + 1e-5).all()
+    floats = product.float().cpu()
+    off = torch.finfo(kind[1]).eps * (floats.abs() + step.sizes().nan_to_num()) + 1e-5
+    got = expand_act_and_mul(product, shrunk, gelu=gelu)
+    check_activation(got, floats + step.delta().nan_to_num(), off, gelu=gelu)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="streams are CUDA's")
@@ -480,15 +517,7 @@ def test_vectors_scale_the_product_with_its_delta_and_add_a_bias(
     without = {(0, 0), (1, 2), *((3, linear) for linear in QKV.linears)}
     step, (gain, bias) = with_vectors(step, without)
     product = torch.randn(len(step.x), sum(QKV.d_outs)).to(*kind)
-    y = product.clone()
-    shrunk = shrink(step.x, step.weights, step.tiles(), LAYER, QKV)
-    expand(replace(shrunk, has_vectors=True), y, add=True)
-    held = step.delta().nan_to_num() + product.float().cpu()
-    want = held + gain * held + bias
-    eps = torch.finfo(kind[1]).eps
-    sizes = product.float().cpu().abs() + step.sizes().nan_to_num()
-    slack = eps * (want.abs() + (1 + gain.abs()) * sizes) + 1e-5
-    assert ((y.float().cpu() - want).abs() <= slack).all()
+    y = check_vectors(step, product, gain, bias)
     assert torch.equal(y[len(step.owners) :], product[len(step.owners) :])
 
 
@@ -524,14 +553,10 @@ def test_the_activation_of_a_prefill_applies_vectors(kind: Kind) -> None:
     product = torch.randn(len(step.x), 2 * 130).to(*kind)
     shrunk = shrink(step.x, step.weights, step.tiles(), LAYER, GATE_UP)
     sums = product.float().cpu() + step.delta().nan_to_num()
-    gates, values = (sums + gain * sums + bias).chunk(2, dim=1)
-    got = expand_act_and_mul(product, replace(shrunk, has_vectors=True)).float().cpu()
-    eps = torch.finfo(kind[1]).eps
     sizes = product.float().cpu().abs() + step.sizes().nan_to_num()
-    gates_off, values_off = (eps * (1 + gain.abs()) * sizes + 1e-5).chunk(2, dim=1)
-    slack = 1.13 * gates_off * values.abs() + gates.abs() * values_off + gates_off * values_off
-    want = F.silu(gates) * values
-    assert ((got - want).abs() <= slack + eps * want.abs() + 1e-5).all()
+    off = torch.finfo(kind[1]).eps * (1 + gain.abs()) * sizes + 1e-5
+    got = expand_act_and_mul(product, replace(shrunk, has_vectors=True))
+    check_activation(got, sums + gain * sums + bias, off)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="streams are CUDA's")
@@ -581,12 +606,4 @@ def test_lora_of_embeddings_equals_lora_of_a_linear_on_unit_vectors(
     kind: Kind, runs: list[tuple[int, int]]
 ) -> None:
     step = make_step(kind, EMBEDDINGS, [12, 0, 40], runs, base_tokens=4, padding=2)
-    ids = torch.randint(0, 50, (len(step.x),))
-    step = replace(step, x=torch.nn.functional.one_hot(ids, 50).to(*kind))
-    for slot, (at, _, rank) in enumerate(step.weights.table[:, LAYER, 6].tolist()):
-        step.weights.arena[at : at + rank * 50] = step.a[slot, 6].T.flatten().to(kind[1])
-    product = torch.randn(len(step.x), 72).to(*kind)
-    y = product.clone()
-    ids = ids.to(kind[0])
-    expand(gather(ids, y, step.weights, step.tiles(), LAYER, EMBEDDINGS, NO_ROWS), y, add=True)
-    check_sum(step, product, y)
+    check_embeddings(kind, step)

@@ -6,9 +6,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from lorikeet_engine.kernels import mamba
 from lorikeet_engine.kernels.delta_net import CHUNK, Decodes, Heads, Prefills, Ring
-from lorikeet_engine.kernels.mamba import Scan, fused, reference
+from lorikeet_engine.kernels.mamba import Scan, fused
 from tests.engine.interpreter import DEVICES, KINDS, slow
+from tests.engine.kernels.definitions import in_torch
 from tests.engine.kernels.mamba_inputs import HEADS, Inputs, inputs
 from tests.engine.kernels.test_delta_net_kernels import (
     adapted,
@@ -18,6 +20,8 @@ from tests.engine.kernels.test_delta_net_kernels import (
     merged,
     strided,
 )
+
+reference = in_torch(mamba)
 
 REAL = Heads(1, 2, 128, 64)
 STATES = pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])

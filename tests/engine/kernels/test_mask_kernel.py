@@ -3,8 +3,12 @@
 import pytest
 import torch
 
-from lorikeet_engine.kernels.masks import fused, reference
+from lorikeet_engine.kernels import masks
+from lorikeet_engine.kernels.masks import fused
 from tests.engine.interpreter import DEVICES, INTERPRETED
+from tests.engine.kernels.definitions import in_torch
+
+reference = in_torch(masks)
 
 VOCABS = (5, 64, 4200) if INTERPRETED else (5, 64, 4200, 128_256, 151_936)
 

@@ -7,11 +7,14 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from lorikeet_engine.kernels.fp8 import DTYPE, Activations, Fp8Rows
-from lorikeet_engine.kernels.fp8.reference import quantize_rows, quantize_weight
+from lorikeet_engine.kernels import moe
+from lorikeet_engine.kernels.fp8 import DTYPE, Activations, Fp8Rows, quantize_rows, quantize_weight
 from lorikeet_engine.kernels.lora.types import LoraDelta
-from lorikeet_engine.kernels.moe import Clamp, Sigmoids, expert_products, reference
+from lorikeet_engine.kernels.moe import Clamp, Sigmoids, expert_products
 from tests.engine.interpreter import INTERPRETED, KINDS, random, slow
+from tests.engine.kernels.definitions import in_torch
+
+reference = in_torch(moe)
 
 # tokens, experts, per_token: also more experts than rows, and all experts of each token
 ROUTES = [(1, 8, 2), (7, 3, 1), (5, 128, 8), (33, 6, 6), (130, 60, 4)]
@@ -393,13 +396,14 @@ def test_the_experts_of_one_token_whose_blocks_have_scales(kind):
 
 @pytest.mark.usefixtures("exact_fp8")
 @pytest.mark.parametrize("kind", KINDS)
-def test_blocks_have_their_scales_in_every_step_over_columns(kind):
+def test_blocks_have_their_scales_in_every_step_over_columns(kind, monkeypatch):
     from lorikeet_engine.kernels.gemv import GemvConfig
-    from lorikeet_engine.kernels.moe.one_token import gate_up_of
+    from lorikeet_engine.kernels.moe import one_token
 
+    monkeypatch.setattr(one_token, "GATE_UP", GemvConfig(4, 64, 4, summed=8))
     x, weight = random(kind, 1, 304), quantized_in_blocks(random(kind, 3, 64, 304) / 16)
     chosen = torch.tensor([[2, 0]], dtype=torch.int32, device=kind[0])
-    got = gate_up_of(x, weight, chosen, GemvConfig(4, 64, 4, summed=8), gelu=False)
+    got = one_token.gate_up_of(x, weight, chosen, gelu=False)
     y = weight.floats().double()[chosen[0].long()] @ x[0].double()
     want = F.silu(y[:, :32]) * y[:, 32:]
     atol = 8 * torch.finfo(kind[1]).eps * max(1.0, y.abs().max().item() ** 2)

@@ -9,11 +9,15 @@ import re
 import pytest
 import torch
 
+from lorikeet_engine.kernels import moe
 from lorikeet_engine.kernels.lora.types import LoraDelta
-from lorikeet_engine.kernels.moe import Clamp, ClampedBiases, reference
+from lorikeet_engine.kernels.moe import Clamp, ClampedBiases
 from lorikeet_engine.kernels.moe.mxfp4 import BITS, LARGEST_SCALE, Mxfp4Experts, pack, part
 from tests.engine.interpreter import INTERPRETED, KINDS, random, slow
+from tests.engine.kernels.definitions import in_torch
 from tests.engine.kernels.test_moe import SPREADS, quantized_in_rows, spread_rows
+
+reference = in_torch(moe)
 
 LEVELS = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
 CLAMP = Clamp(1.702, 1.5)

@@ -105,9 +105,9 @@ def test_lora_of_a_part_is_summed_with_the_part_and_rounded_to_fp8(rank, world, 
     fused.add_delta(parts[rank], lora)
     alone = x.clone()
     peers.send(parts)
-    got = fused.add_rms_norm_fp8(x, own, weight, EPS, lora, exchange=peers.exchange)
+    got = fused.add_rms_norm(x, own, weight, EPS, lora, exchange=peers.exchange, fp8=True)
     peers.check_sent(parts[rank])
-    want = fused.add_rms_norm_fp8(alone, summed(parts), weight, EPS)
+    want = fused.add_rms_norm(alone, summed(parts), weight, EPS, fp8=True)
     assert bits(got) == bits(want)
     assert torch.equal(x, alone)
 

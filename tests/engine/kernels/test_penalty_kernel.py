@@ -3,8 +3,12 @@
 import pytest
 import torch
 
-from lorikeet_engine.kernels.penalties import IN_OUTPUT, IN_PROMPT, PenaltyState, fused, reference
+from lorikeet_engine.kernels import penalties
+from lorikeet_engine.kernels.penalties import IN_OUTPUT, IN_PROMPT, PenaltyState, fused
 from tests.engine.interpreter import DEVICES, INTERPRETED
+from tests.engine.kernels.definitions import in_torch
+
+reference = in_torch(penalties)
 
 VOCABS = (40, 4200) if INTERPRETED else (40, 5000, 128_256, 151_936)
 SLOTS = 7

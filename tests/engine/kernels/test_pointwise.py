@@ -4,10 +4,14 @@ import pytest
 import torch
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNormGated
 
+from lorikeet_engine.kernels import pointwise
 from lorikeet_engine.kernels.fp8_kv import FP8_KV, KvScales
 from lorikeet_engine.kernels.lora.types import LoraDelta
-from lorikeet_engine.kernels.pointwise import QkNorm, fused, reference
+from lorikeet_engine.kernels.pointwise import QkNorm, fused
 from tests.engine.interpreter import KINDS, random
+from tests.engine.kernels.definitions import in_torch
+
+reference = in_torch(pointwise)
 
 sizes = pytest.mark.parametrize("tokens", [1, 7])
 

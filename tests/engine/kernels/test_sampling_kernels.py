@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from lorikeet_engine.kernels import sampling
 from lorikeet_engine.kernels.sampling import (
     DRAW_FIELDS,
     LEAST,
@@ -14,9 +15,11 @@ from lorikeet_engine.kernels.sampling import (
     TOP_P,
     UNIFORM,
     fused,
-    reference,
 )
 from tests.engine.interpreter import DEVICES, INTERPRETED
+from tests.engine.kernels.definitions import in_torch
+
+reference = in_torch(sampling)
 
 VOCABS = (4200,) if INTERPRETED else (40, 5000, 128_256, 151_936)
 ROWS = 11 if INTERPRETED else 256

@@ -5,7 +5,11 @@ import math
 import pytest
 import torch
 
-from lorikeet_engine.kernels.delta_net import Decay, Decodes, Heads, Prefills, Ring, reference
+from lorikeet_engine.kernels import delta_net
+from lorikeet_engine.kernels.delta_net import Decay, Decodes, Heads, Prefills, Ring
+from tests.engine.kernels.definitions import in_torch
+
+reference = in_torch(delta_net)
 
 TOKENS, TAIL = 1024, 256
 MEMORIES = (1, 10, 100, 1000)  # tokens in which a head's state fades by a factor e

@@ -9,21 +9,17 @@ from dataclasses import replace
 import pytest
 import torch
 
+from lorikeet_engine.kernels import w4a16
 from lorikeet_engine.kernels.lora.linear import linear
 from lorikeet_engine.kernels.split_k import ProductConfig
-from lorikeet_engine.kernels.w4a16 import StackedWeight, fused, pack, reference, stack
-from tests.engine.interpreter import INTERPRETED
+from lorikeet_engine.kernels.w4a16 import StackedWeight, fused, pack, stack
+from tests.engine.interpreter import INTERPRETED, kinds
+from tests.engine.kernels.definitions import in_torch
 
-KINDS = (
-    [("cpu", torch.float32), ("cpu", torch.float16)]
-    if INTERPRETED
-    else [
-        pytest.param(("cuda", dtype), marks=pytest.mark.gpu)
-        for dtype in (torch.bfloat16, torch.float16, torch.float32)
-    ]
-)
+reference = in_torch(w4a16)
+
+KINDS = kinds(torch.bfloat16, torch.float16, torch.float32)
 LEVELS = torch.linspace(-1, 1, 16) ** 3
-# The interpreter cuts digits of bfloat16 off where a GPU rounds.
 ROUNDED = torch.float16 if INTERPRETED else torch.bfloat16
 # Numbers of inputs of a group: several, one of all inputs, and NF4's.
 STORED = ["32", "64", "64 without zeros", "whole", "act-order", "nf4"]

@@ -13,8 +13,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 
-from lorikeet_engine.kernels.fp8 import BLOCK_WIDTHS, DTYPE, LARGEST, Fp8Rows
-from lorikeet_engine.kernels.fp8.reference import quantize_rows
+from lorikeet_engine.kernels.fp8 import BLOCK_WIDTHS, DTYPE, LARGEST, Fp8Rows, quantize_rows
 
 # A layer, an expert's number, and its linear, as checkpoints of Qwen 3 MoE and of Mixtral name it.
 EXPERT = re.compile(r"((?:model|backbone)\.layers\.\d+)\.\w+\.experts\.(\d+)\.(\w+)\.weight")

@@ -10,7 +10,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from lorikeet_engine.errors import ModelError
 from lorikeet_engine.execution.assembly import assemble, stays_packed
-from lorikeet_engine.kernels.moe import Mxfp4Experts
+from lorikeet_engine.kernels.moe.mxfp4 import Mxfp4Experts
 from lorikeet_engine.models.checkpoint import Checkpoint
 from lorikeet_engine.models.config import ModelConfig
 from lorikeet_engine.models.experts import Experts

@@ -65,13 +65,11 @@ def test_one_process_sums_nothing():
 @pytest.mark.parametrize("rounded", [True, False])
 def test_the_norm_gets_the_exchange_of_its_product(monkeypatch, rounded):
     told: list[tuple[Any, ...]] = []
-    for name in ("add_rms_norm", "add_rms_norm_fp8"):
-        monkeypatch.setattr(norms, name, lambda *given, name=name: told.append((name, *given)))
+    monkeypatch.setattr(norms, "add_rms_norm", lambda *given, fp8: told.append((fp8, *given)))
     norm = RmsNorm.__new__(RmsNorm)
     norm.eps, norm.multiplier, norm.weight, norm.scalar = 1e-5, 0.5, torch.ones(WIDTH), 0.9
     x, output_weight, (y, lora) = torch.zeros(2, WIDTH), torch.ones(WIDTH), part(2, 0)
     product = Product(y, lora, output_weight, exchange())
     norm.inputs(x, product, rounded=rounded)
-    name = "add_rms_norm_fp8" if rounded else "add_rms_norm"
-    want = (name, x, y, norm.weight, 1e-5, lora, 0.5, output_weight, product.exchange, 0.9)
+    want = (rounded, x, y, norm.weight, 1e-5, lora, 0.5, output_weight, product.exchange, 0.9)
     assert all(got is wanted or got == wanted for got, wanted in zip(told[0], want, strict=True))

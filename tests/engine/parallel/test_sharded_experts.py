@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from lorikeet_engine.adapter_format import BaseShape, read_config
-from lorikeet_engine.kernels.moe import RoutedRows, route
+from lorikeet_engine.kernels.moe import route
+from lorikeet_engine.kernels.routed_rows import RoutedRows
 from lorikeet_engine.models import experts
 from lorikeet_engine.models.llama import load_model
 from lorikeet_engine.parallel.rank_group import RankGroup

@@ -6,7 +6,7 @@ import pytest
 
 from lorikeet_engine.costs import StepCosts
 from lorikeet_engine.request import DraftSource
-from lorikeet_engine.scheduling.draft_budget import MOST_DRAFTED, DraftBudget
+from lorikeet_engine.scheduling.draft_budget import MOST_DRAFTED, DraftBudget, Drafts
 from lorikeet_engine.scheduling.forced_budget import ForcedPieces
 
 COSTS = StepCosts()  # of Llama-3.1-8B on an H200
@@ -16,23 +16,27 @@ SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 
 class Predicting:
     """Decoding sequence with predictions that come true with a probability."""
 
-    def __init__(self, acceptance, *, pending=0, left=100, stop_ids=(), length=512, forced=()):
+    def __init__(
+        self, acceptance, *, pending=0, left=100, stop_ids=(), length=512, forced=(), mtp=0.0
+    ):
         self.lookup = SimpleNamespace(
             acceptance=acceptance,
+            mtp_acceptance=mtp,
+            predicted=7,
             source=DraftSource.LOOKUP,
             predict=lambda most: list(range(100, 100 + most)),
         )
         self.output_length, self.length, self.background = 5, length, False
         self.forced, self.decode_tokens = forced, 1 + len(forced)
         self.max_tokens, self.stop_ids = 5 + left, stop_ids
-        self.pending_rows = [0] * pending
+        self.pending_rows, self.decodes = [0] * pending, True
 
 
 def drafted(*sequences, room=256, alone=True, **settings):
     """Return the number of drafted tokens of each sequence."""
     budget = DraftBudget(COSTS, SIZES, **settings)
     drafts = budget.choose(list(sequences), room, alone=alone)
-    return [len(drafts.get(sequence, ())) for sequence in sequences]
+    return [len(drafts.tokens.get(sequence, ())) for sequence in sequences]
 
 
 def test_one_sequence_drafts_all_it_can_if_it_mostly_comes_true():
@@ -91,13 +95,13 @@ def test_a_draft_ends_before_the_last_token_and_before_a_stop_id():
 
 def test_the_token_that_is_not_read_yet_is_not_drafted():
     budget, sequence = DraftBudget(COSTS, SIZES), Predicting(0.95, pending=1)
-    (tokens,) = budget.choose([sequence], 256, alone=True).values()
+    (tokens,) = budget.choose([sequence], 256, alone=True).tokens.values()
     assert tokens == tuple(range(101, 101 + len(tokens)))
 
 
 def test_a_draft_follows_the_forced_tokens_if_they_were_predicted():
     budget, right = DraftBudget(COSTS, SIZES), Predicting(0.95, pending=1, forced=(101, 102))
-    (tokens,) = budget.choose([right], 256, alone=True).values()
+    (tokens,) = budget.choose([right], 256, alone=True).tokens.values()
     assert tokens == tuple(range(103, 103 + len(tokens)))
     assert drafted(Predicting(0.95, pending=1, forced=(101, 7))) == [0]
 
@@ -113,3 +117,62 @@ def test_sequences_in_the_background_have_no_draft():
     background = Predicting(0.95)
     background.background = True
     assert drafted(background) == [0]
+
+
+def with_head(*sequences, alone=True, **settings):
+    """Return a budget whose model has an MTP head, which predicted in the last step, and its choice
+    for these sequences.
+    """
+    budget = DraftBudget(COSTS, SIZES, mtp=True, **settings)
+    budget.predicts([SimpleNamespace(sequence=sequence) for sequence in sequences], 256)
+    return budget, budget.choose(list(sequences), 256, alone=alone)
+
+
+@pytest.mark.parametrize("count", [1, 32])
+def test_sequences_pause_until_the_head_s_token_is_read_and_then_draft_together(count):
+    pending = [Predicting(0.0, pending=1, mtp=0.8) for _ in range(count)]
+    assert with_head(*pending)[1] == Drafts({}, holds=True)
+    read = [Predicting(0.0, mtp=0.8) for _ in range(count)]
+    drafts = with_head(*read)[1]
+    assert drafts == Drafts(dict.fromkeys(read, (7,)), holds=True)
+    assert {sequence.drafted_from for sequence in read} == {DraftSource.MTP}
+
+
+def test_a_sequence_without_a_draft_keeps_no_other_from_drafting():
+    ends, goes_on = Predicting(0.0, mtp=0.8, left=1), Predicting(0.0, mtp=0.9)
+    stops = Predicting(0.0, mtp=0.9, stop_ids=(7,))
+    assert with_head(ends, stops, goes_on)[1].tokens == {}  # of three, one gains too little
+    more = [Predicting(0.0, mtp=0.9) for _ in range(6)]
+    assert {*with_head(ends, stops, *more)[1].tokens} == {*more}
+
+
+def test_the_head_drafts_only_where_all_sequences_wait_for_it():
+    assert with_head(Predicting(0.0, pending=1, mtp=0.9), alone=False)[1] == Drafts({})
+    assert with_head(Predicting(0.0, mtp=0.9), alone=False)[1] == Drafts({})
+
+
+def test_the_source_of_which_more_tokens_come_true_drafts():
+    often, seldom = Predicting(0.9, mtp=0.9), Predicting(0.3, mtp=0.9)
+    assert len(with_head(often)[1].tokens[often]) == MOST_DRAFTED
+    assert with_head(seldom)[1].tokens == {seldom: (7,)}
+
+
+def test_a_head_that_is_seldom_right_is_asked_seldom():
+    poor = Predicting(0.0, pending=1, mtp=0.2)
+    budget, drafts = with_head(poor)
+    assert drafts == Drafts({})
+    asked = [budget.predicts([SimpleNamespace(sequence=poor)], 256) for _ in range(9)]
+    assert asked == [False] * 8 + [True]
+
+
+def test_a_full_batch_and_a_step_with_prompts_are_spared_the_head_s_predictions():
+    def predicts(*sequences):
+        budget = DraftBudget(COSTS, SIZES, mtp=True)
+        chunks = [SimpleNamespace(sequence=each) for each in sequences]
+        return budget.predicts(chunks, 256 - len(chunks))
+
+    assert predicts(*(Predicting(0.0) for _ in range(32)))
+    assert not predicts(*(Predicting(0.0) for _ in range(256)))
+    prefilling = Predicting(0.0)
+    prefilling.decodes = False
+    assert not predicts(Predicting(0.0), prefilling)

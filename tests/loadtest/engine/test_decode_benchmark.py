@@ -135,22 +135,6 @@ def test_works_too_short_to_be_profiled_are_refused(tmp_path, monkeypatch):
     engine.close()
 
 
-def test_shapes_of_another_model_can_be_chosen(tmp_path, monkeypatch):
-    def tiny(folder, *, config, settings, **arguments):
-        assert config is random_model.QWEN3_8B
-        assert settings.weight_dtype == "fp8"
-        return tiny_engine(folder, **arguments)
-
-    monkeypatch.setattr(harness, "random_engine", tiny)
-    out = tmp_path / "out.json"
-    monkeypatch.setattr(
-        sys, "argv", ["decode", "--json", str(out), "--config", "qwen3-8b", "--weight-dtype", "fp8"]
-    )
-    harness.run(decode.__doc__, "decode", [Work("base", 9, 4, requests=2)], lambda *_: [1])
-    written = json.loads(out.read_text())
-    assert (written["config"], written["weight_dtype"]) == ("qwen3-8b", "fp8")
-
-
 def test_an_fp8_kv_cache_can_be_chosen(tmp_path, monkeypatch):
     def tiny(folder, *, config, settings, **arguments):
         assert config is random_model.QWEN3_8B

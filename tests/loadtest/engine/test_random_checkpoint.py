@@ -17,7 +17,7 @@ from loadtest.engine.random_model import (
     write_config,
 )
 from lorikeet_engine.adapter_format import Quantization
-from lorikeet_engine.kernels.moe import Mxfp4Experts
+from lorikeet_engine.kernels.moe.mxfp4 import Mxfp4Experts
 from lorikeet_engine.kernels.w4a16 import PackedWeight
 from lorikeet_engine.models.config import ModelConfig
 from lorikeet_engine.models.cut import Cut
@@ -111,3 +111,15 @@ def test_queries_are_normed_to_scores_of_one_where_attention_does_not_divide_the
         alone.read_parts([path.format("q")], [cut]), torch.full([512], 512**-0.5)
     )
     assert (alone.read_parts([path.format("k")], [cut]) == 1).all()
+
+
+def test_a_factor_of_the_experts_sum_does_not_change_what_they_add():
+    name, cut = "model.layers.1.mixer.experts.down_proj", Cut.whole(8, 64)
+    shares = [
+        scale
+        * RandomCheckpoint(torch.device("cpu"), torch.float32, routed_scale=scale).read_linear(
+            [name], [cut]
+        )
+        for scale in (1.0, 2.5)
+    ]
+    torch.testing.assert_close(*shares)

@@ -321,6 +321,7 @@ class Family:
     scales_in_module: whether, in every release of transformers, the embedding module itself
         multiplies the embeddings, and not the model that calls this module.
     outer: adaptable linears outside the decoder layers, beside lm_head and the embeddings.
+    mtp: whether checkpoints may have Qwen's head for multi-token prediction, tensors `mtp.`.
     """
 
     name: str
@@ -348,6 +349,7 @@ class Family:
     recurrent: RecurrentKeys | None = None
     fixed: Mapping[str, Any] = field(default_factory=dict)
     outer: tuple[Linear, ...] = ()
+    mtp: bool = False
 
     @property
     def is_hybrid(self) -> bool:

@@ -636,6 +636,7 @@ FAMILIES: Mapping[str, Family] = {
         qk_norm=QkNormKind.HEAD,
         norms_plus_one=True,
         recurrent=_QWEN_KEYS,
+        mtp=True,
     ),
     "qwen3_5_moe_text": Family(
         "Qwen 3.5 MoE",
@@ -657,6 +658,7 @@ FAMILIES: Mapping[str, Family] = {
             shared=True,
         ),
         recurrent=_QWEN_KEYS,
+        mtp=True,
     ),
     "qwen3_next": Family(
         "Qwen3-Next",
@@ -675,6 +677,7 @@ FAMILIES: Mapping[str, Family] = {
         norms_plus_one=True,
         experts=ExpertKeys(("num_experts",), "moe_intermediate_size", shared=True),
         recurrent=_QWEN_KEYS,
+        mtp=True,
     ),
     "granitemoehybrid": Family(
         "Granite 4",

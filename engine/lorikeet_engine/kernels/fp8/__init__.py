@@ -4,19 +4,18 @@ A weight has a scale for each output, or for each block of the weight, as in Dee
 A product's input is rounded to FP8 too ("W8A8"), with a scale for each token, which the token's
 largest element determines. LoRA reads the input unrounded.
 
-`reference` holds the equations in torch and runs on the CPU. `fused` holds the products on CUDA,
-with the same signatures; `fused` multiplies a single token unrounded (kernels/gemv.py).
+`fused` multiplies a single token unrounded (kernels/gemv.py).
 """
 
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn import functional as F
 
 from lorikeet_engine.errors import SettingsError
 from lorikeet_engine.kernels.by_device import by_device
 
-_operators = by_device(__name__)
 FIRST_WITH_FP8 = (8, 9)
 """Lowest CUDA compute capability with FP8 products: 8.9, Ada."""
 DTYPE = torch.float8_e4m3fn
@@ -27,6 +26,7 @@ BLOCK_WIDTHS = 32
 
 Tensor cores multiply this many inputs at a time.
 """
+_ROWS_AT_ONCE = 1024  # bounds the float32 copies beside a weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,13 @@ class Activations:
     rows: torch.Tensor
     fp8: Fp8Rows
 
+    @property
+    def device(self) -> torch.device:
+        """Device of the tokens."""
+        return self.rows.device
 
+
+@by_device
 def linear(
     x: torch.Tensor,
     weight: Fp8Rows,
@@ -104,8 +110,13 @@ def linear(
 
     Sums are float32.
     """
-    y: torch.Tensor = _operators(x.device.type).linear(x, weight, bias, rounded)
-    return y
+    tokens = rounded or quantize_rows(x)
+    x_rows, x_scales = tokens.rows.float(), tokens.scales[:, None]
+    if weight.block is None:
+        y = F.linear(x_rows, weight.rows.float()) * x_scales * weight.scales
+    else:
+        y = F.linear(x_rows, weight.floats()) * x_scales
+    return (y if bias is None else y + bias.float()).to(x.dtype)
 
 
 def kernel_arguments(
@@ -141,3 +152,26 @@ def check_device(device: torch.device, dtype: torch.dtype) -> None:
         )
     if dtype is not torch.bfloat16:  # the only result dtype of torch's product on Ada too
         raise SettingsError(f"dtype={dtype}: FP8 weights want bfloat16 on a GPU")
+
+
+def quantize_rows(x: torch.Tensor) -> Fp8Rows:
+    """Round x [rows, width] to FP8; a row's largest element becomes the largest FP8 number."""
+    values = x.float()
+    scales = (values.abs().amax(dim=1) * (1.0 / LARGEST)).clamp(min=LEAST_SCALE)
+    return Fp8Rows((values / scales[:, None]).to(DTYPE), scales)
+
+
+def quantize_weight(weight: torch.Tensor) -> Fp8Rows:
+    """Round a weight [d_out, d_in] to FP8 on its own device, with a scale for each row.
+
+    Some rows are rounded at a time to save memory.
+    """
+    out = Fp8Rows(
+        torch.empty_like(weight, dtype=DTYPE),
+        torch.empty(len(weight), dtype=torch.float32, device=weight.device),
+    )
+    for first in range(0, len(weight), _ROWS_AT_ONCE):
+        part = slice(first, first + _ROWS_AT_ONCE)
+        rounded = quantize_rows(weight[part])
+        out.rows[part], out.scales[part] = rounded.rows, rounded.scales
+    return out

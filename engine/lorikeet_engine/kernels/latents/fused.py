@@ -16,7 +16,7 @@ from lorikeet_engine.kernels.lora.composition import ranks_at
 from lorikeet_engine.kernels.lora.tiles import tile_at
 from lorikeet_engine.kernels.lora.types import LoraDelta, LoraStep
 from lorikeet_engine.kernels.pointwise.lora_operands import lora_at, operands
-from lorikeet_engine.kernels.pointwise.rotary_and_store_kv import round_to_fp8
+from lorikeet_engine.kernels.pointwise.rotary import round_to_fp8
 
 _MOST_RANKS = 64  # of an adapter that one product multiplies
 _HEADS = 8  # of one program that rotates queries

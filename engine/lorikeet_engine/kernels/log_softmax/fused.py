@@ -29,6 +29,8 @@ _IDS = tl.constexpr(2**32 - 1)
 
 def likeliest(logits: torch.Tensor, wanted: torch.Tensor, most: int) -> LogprobRows:
     """Find the most likely tokens of some rows of logits: see kernels.log_softmax."""
+    if most > log_softmax.MOST:
+        return log_softmax.likeliest_by_torch(logits, wanted, most)
     rows, vocab = len(wanted), logits.shape[1]
     chunks = triton.cdiv(vocab, _CHUNK.value)
     parts = logits.new_empty((rows, 2, chunks), dtype=torch.float32)

@@ -95,7 +95,7 @@ def linear(x: Inputs, weight: FusedWeight, bias: torch.Tensor | None = None) -> 
 
 def linear_act_and_mul(
     x: Inputs, weight: FusedWeight, bias: torch.Tensor | None, *, gelu: bool
-) -> torch.Tensor:
+) -> Inputs:
     """Compute act_and_mul(x·Wᵀ + b), a linear without LoRA and its activation (kernels/pointwise).
 
     One launch computes both where gemv multiplies: on CUDA, for one token of a 16-bit dtype.

@@ -11,19 +11,28 @@ without its correction: so layouts of steps (Decodes, Prefills), states, rings a
 before the scan are those of kernels/delta_net. What Mamba 2 calls groups are key heads there.
 Prompts compute chunks of CHUNK tokens, in the form of section 6 of the paper.
 
-`reference` holds the equations in torch and runs on the CPU; `fused` holds Triton kernels with the
-same signatures.
+The torch functions compute in float32, or in float64 if the inputs are float64.
 """
 
 from dataclasses import dataclass
 
 import torch
+from torch.nn import functional as F
 
 from lorikeet_engine.kernels.by_device import by_device
-from lorikeet_engine.kernels.delta_net import Decodes, Heads, Prefills, Ring
+from lorikeet_engine.kernels.delta_net import (
+    Decodes,
+    Heads,
+    Operands,
+    Prefills,
+    Ring,
+    decode_recurrence,
+    empty_output,
+    prefill_recurrence,
+    summed,
+    wide,
+)
 from lorikeet_engine.kernels.lora.types import LoraDelta
-
-_operators = by_device(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +58,7 @@ def fits_gpu(heads: Heads) -> bool:
     return heads.key_dim >= 16 and heads.key_dim.bit_count() == 1 and heads.value_dim % 16 == 0
 
 
+@by_device
 def decode_scan(
     xbc: torch.Tensor,
     dt: torch.Tensor,
@@ -79,11 +89,13 @@ def decode_scan(
 
     Computed in float32, and rounded once.
     """
-    operator = _operators(xbc.device.type).decode_scan
-    y: torch.Tensor = operator(xbc, dt, scan, states, decodes, heads, lora, out, ring)
+    y = empty_output(xbc, heads) if out is None else out
+    operands, skip = scan_operands(xbc, summed(dt, lora), scan, heads)
+    decode_recurrence(operands, states, decodes, y, ring, skip)
     return y
 
 
+@by_device
 def prefill_scan(
     xbc: torch.Tensor,
     dt: torch.Tensor,
@@ -106,6 +118,24 @@ def prefill_scan(
       are added to the states
     All other arguments and the result: as for decode_scan
     """
-    operator = _operators(xbc.device.type).prefill_scan
-    y: torch.Tensor = operator(xbc, dt, scan, states, prefills, heads, lora, out, ring)
+    y = empty_output(xbc, heads) if out is None else out
+    operands, skip = scan_operands(xbc, summed(dt, lora), scan, heads)
+    prefill_recurrence(operands, states, prefills, y, ring, skip)
     return y
+
+
+def scan_operands(
+    xbc: torch.Tensor, dt: torch.Tensor, scan: Scan, heads: Heads
+) -> tuple[Operands, torch.Tensor]:
+    """Compute the recurrence's operands, and d · x, from the arguments of decode_scan."""
+    keys, _, values = heads.widths
+    x, b, c = torch.split(wide(xbc), [values, keys, keys], dim=1)
+    x = x.view(-1, heads.value_heads, heads.value_dim)
+    group = heads.value_heads // heads.key_heads
+    b, c = (
+        each.view(-1, heads.key_heads, heads.key_dim).repeat_interleave(group, dim=1)
+        for each in (b, c)
+    )
+    steps = F.softplus(wide(dt) + scan.dt_bias).clamp(*scan.time_limits)
+    g = -scan.a_log.exp() * steps
+    return Operands(c, b, steps.unsqueeze(2) * x, g, None), scan.d[:, None] * x

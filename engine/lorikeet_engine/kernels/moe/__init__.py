@@ -5,8 +5,6 @@ Products work on rows, one for each pair, sorted by expert and then by token. So
 adapter, which are neighbours in a step, are neighbours among an expert's rows too. No sum depends
 on the order in which programs run.
 
-`reference`: the equations in torch, which run on the CPU.
-`fused`: the operators on CUDA.
 `routing`: Triton kernels that choose experts, sort pairs and sum results.
 `grouped`: products of few rows in Triton; torch's grouped product multiplies a prefill's many rows.
 `grouped_fp8`: FP8 products of any number of rows, in Triton.
@@ -16,30 +14,19 @@ on the order in which programs run.
 """
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
+from torch.nn import functional as F
 
+from lorikeet_engine.kernels import fp8
 from lorikeet_engine.kernels.by_device import by_device
 from lorikeet_engine.kernels.fp8 import Activations, Fp8Rows
+from lorikeet_engine.kernels.lora.linear import rows_of
 from lorikeet_engine.kernels.lora.types import LoraDelta
 from lorikeet_engine.kernels.moe.mxfp4 import Mxfp4Experts
 from lorikeet_engine.kernels.routed_rows import RoutedRows
 
-__all__ = [
-    "Clamp",
-    "ClampedBiases",
-    "ExpertWeight",
-    "Mxfp4Experts",
-    "RoutedRows",
-    "Sigmoids",
-    "clamped_swiglu",
-    "combine",
-    "expert_products",
-    "experts_of_one",
-    "route",
-]
-
-_operators = by_device(__name__)
 ExpertWeight = torch.Tensor | Fp8Rows | Mxfp4Experts
 """Weights [experts, d_out, d_in] of a layer's experts, in floats, FP8 or MXFP4."""
 
@@ -87,6 +74,7 @@ class ClampedBiases:
     down: torch.Tensor | None
 
 
+@by_device
 def route(
     logits: torch.Tensor,
     per_token: int,
@@ -108,13 +96,33 @@ def route(
     sigmoids: constants of weights by sigmoids; None: softmax
     factors [experts] float32: factor of each expert's weight, last; None: 1
     """
-    operator = _operators(logits.device.type).route
-    routed: RoutedRows = operator(
-        logits, per_token, lora, normalised=normalised, sigmoids=sigmoids, factors=factors
+    scores = logits.float()
+    if lora is not None:
+        scores[: lora.tokens] += lora.rows[: lora.tokens].float()
+    shares = scores.softmax(-1) if sigmoids is None else scores.sigmoid()
+    choices = shares if sigmoids is None else _of_kept_groups(shares + sigmoids.bias, sigmoids)
+    chosen = choices.argsort(dim=-1, descending=True, stable=True)[:, :per_token]
+    weights, experts = shares.gather(1, chosen), chosen.flatten()
+    if normalised:
+        weights = weights / weights.sum(-1, keepdim=True)
+    if sigmoids is not None:
+        weights = weights * sigmoids.scale
+    if factors is not None:
+        weights = weights * factors[chosen]
+    pairs = experts.argsort(stable=True)
+    rows = torch.empty_like(pairs)
+    rows[pairs] = torch.arange(len(pairs), device=pairs.device)
+    ends = experts.bincount(minlength=logits.shape[1]).cumsum(0)
+    return RoutedRows(
+        weights=weights.contiguous(),
+        pairs=pairs.int(),
+        rows=rows.int().view(-1, per_token),
+        experts=experts.int().view(-1, per_token),
+        starts=F.pad(ends, (1, 0)).int(),
     )
-    return routed
 
 
+@by_device
 def expert_products(
     x: torch.Tensor | Activations,
     weight: ExpertWeight,
@@ -131,11 +139,25 @@ def expert_products(
     Sums are float32. With an FP8 weight, x is rounded to FP8 row by row first (kernels/fp8), unless
     it is rounded already. An MXFP4 weight is decoded while it is multiplied, and x not rounded.
     """
-    operator = _operators(routed.pairs.device.type).expert_products
-    y: torch.Tensor = operator(x, weight, routed, gathered=gathered)
+    inputs = rows_of(x)
+    d_out = (weight.rows if isinstance(weight, Fp8Rows) else weight).shape[1]
+    y = inputs.new_empty(len(routed.pairs), d_out)
+    for expert, (start, end) in enumerate(pairwise(routed.starts.tolist())):
+        if start == end:
+            continue
+        rows = slice(start, end)
+        of = routed.pairs[rows] // routed.per_token if gathered else rows
+        if isinstance(weight, Fp8Rows):
+            rounded = x.fp8[of] if isinstance(x, Activations) else None
+            y[rows] = fp8.linear(inputs[of], weight[expert], rounded=rounded)
+        elif isinstance(weight, Mxfp4Experts):
+            y[rows] = F.linear(inputs[of], weight.floats(expert).to(inputs.dtype))
+        else:
+            y[rows] = F.linear(inputs[of], weight[expert])
     return y
 
 
+@by_device
 def clamped_swiglu(
     gate_up: torch.Tensor, biases: torch.Tensor, routed: RoutedRows, clamp: Clamp
 ) -> torch.Tensor:
@@ -148,11 +170,13 @@ def clamped_swiglu(
     clamp: alpha and limit
     → [rows, width] like gate_up
     """
-    operator = _operators(gate_up.device.type).clamped_swiglu
-    y: torch.Tensor = operator(gate_up, biases, routed, clamp)
-    return y
+    expert = routed.experts.flatten()[routed.pairs]
+    gates, values = (gate_up.float() + biases[expert].float()).chunk(2, dim=-1)
+    gates, values = gates.clamp(max=clamp.limit), values.clamp(-clamp.limit, clamp.limit)
+    return ((values + 1) * gates * torch.sigmoid(clamp.alpha * gates)).to(gate_up.dtype)
 
 
+@by_device
 def combine(
     y: torch.Tensor, routed: RoutedRows, biases: torch.Tensor | None = None
 ) -> torch.Tensor:
@@ -166,10 +190,13 @@ def combine(
 
     Sums are float32, rounded once.
     """
-    out: torch.Tensor = _operators(y.device.type).combine(y, routed, biases)
-    return out
+    outputs = y[routed.rows].float()  # [tokens, per_token, width]
+    if biases is not None:
+        outputs += biases[routed.experts].float()
+    return (outputs * routed.weights[..., None]).sum(1).to(y.dtype)
 
 
+@by_device
 def experts_of_one(
     x: torch.Tensor,
     gate_up: ExpertWeight,
@@ -203,9 +230,14 @@ def experts_of_one(
     squared_relu: squared ReLU instead of act_and_mul; gate_up is [experts, width, hidden]
     → [1, hidden] like x
     """
-    y: torch.Tensor = _operators(x.device.type).experts_of_one(
-        x, gate_up, down, logits, lora, per_token,
-        normalised=normalised, gelu=gelu, biases=biases, factors=factors, sigmoids=sigmoids,
-        squared_relu=squared_relu,
-    )  # fmt: skip
-    return y
+    raise NotImplementedError("a single token's experts have kernels on CUDA only")
+
+
+def _of_kept_groups(choices: torch.Tensor, sigmoids: Sigmoids) -> torch.Tensor:
+    """Return choices [tokens, experts] with −∞ for the experts of groups that are not kept."""
+    if sigmoids.groups == sigmoids.kept_groups:
+        return choices
+    grouped = choices.view(len(choices), sigmoids.groups, -1)
+    order = grouped.topk(2).values.sum(-1).argsort(dim=-1, descending=True, stable=True)
+    lost = order[:, sigmoids.kept_groups :, None].expand(-1, -1, grouped.shape[-1])
+    return grouped.scatter(1, lost, -torch.inf).flatten(1)

@@ -13,7 +13,6 @@ from lorikeet_engine.kernels.moe import (
     Clamp,
     ClampedBiases,
     ExpertWeight,
-    Mxfp4Experts,
     Sigmoids,
     grouped_fp8,
     grouped_mxfp4,
@@ -22,6 +21,7 @@ from lorikeet_engine.kernels.moe import (
 )
 from lorikeet_engine.kernels.moe.clamp import gate_clamped
 from lorikeet_engine.kernels.moe.grouped import is_torchs_better, products
+from lorikeet_engine.kernels.moe.mxfp4 import Mxfp4Experts
 from lorikeet_engine.kernels.moe.routing import choose_experts, sort_by_expert, sum_weighed
 from lorikeet_engine.kernels.routed_rows import RoutedRows
 

@@ -29,7 +29,6 @@ def gate_up_of(
     x: torch.Tensor,
     weight: torch.Tensor | Fp8Rows,
     chosen: torch.Tensor,
-    config: GemvConfig = GATE_UP,
     *,
     gelu: bool,
     biases: ClampedBiases | None = None,
@@ -40,7 +39,6 @@ def gate_up_of(
     x [1, d_in]
     weight [experts, d_out, d_in]
     chosen [1, per_token] int32: the token's experts
-    config: launch parameters
     gelu: GELU instead of SiLU
     biases: biases and clamp of clamped_swiglu, which then replaces act_and_mul
     squared_relu: squared ReLU instead of act_and_mul; there are no gates
@@ -49,11 +47,11 @@ def gate_up_of(
     matrices, scales, high, wide = kernel_arguments(weight)
     _, d_out, d_in = matrices.shape
     y = x.new_empty((chosen.shape[1], d_out if squared_relu else d_out // 2))
-    block = min(config.columns, triton.next_power_of_2(d_in))
-    _gate_up[(triton.cdiv(d_out, config.rows), len(y))](
+    block = min(GATE_UP.columns, triton.next_power_of_2(d_in))
+    _gate_up[(triton.cdiv(d_out, GATE_UP.rows), len(y))](
         x, matrices, scales, chosen, y, *bias_arguments(biases), d_out, d_in, high, wide, gelu,
-        squared_relu, config.rows, block, min(config.summed, block),
-        num_warps=config.warps,
+        squared_relu, GATE_UP.rows, block, min(GATE_UP.summed, block),
+        num_warps=GATE_UP.warps,
     )  # fmt: skip
     return y
 

@@ -29,7 +29,6 @@ def gate_up_of(
     weight: Mxfp4Experts,
     chosen: torch.Tensor,
     biases: ClampedBiases,
-    config: ProductConfig = GATE_UP,
 ) -> torch.Tensor:
     """Compute clamped_swiglu of x·weight[e]ᵀ for each expert e chosen for a single token.
 
@@ -37,15 +36,14 @@ def gate_up_of(
     weight [experts, d_out, d_in]
     chosen [1, per_token] int32: the token's experts
     biases: biases of gate_up, and constants of clamped_swiglu
-    config: launch parameters
     → [per_token, d_out / 2]
     """
     _, d_out, d_in = weight.shape
     y = x.new_empty((chosen.shape[1], d_out // 2))
-    _gate_up_mxfp4[(triton.cdiv(d_out, config.block_out), len(y))](
+    _gate_up_mxfp4[(triton.cdiv(d_out, GATE_UP.block_out), len(y))](
         x, weight.words, weight.scales, chosen, y, *bias_arguments(biases), d_out, d_in,
-        decodes_in_float32(x), _ROWS, config.block_out, config.stages,
-        num_warps=config.warps,
+        decodes_in_float32(x), _ROWS, GATE_UP.block_out, GATE_UP.stages,
+        num_warps=GATE_UP.warps,
     )  # fmt: skip
     return y
 
@@ -56,7 +54,6 @@ def down_of(
     chosen: torch.Tensor,
     shares: torch.Tensor,
     biases: torch.Tensor | None,
-    config: ProductConfig = DOWN,
 ) -> torch.Tensor:
     """Compute Σ_j shares[j] · (x[j]·weight[e]ᵀ + biases[e]) over the experts e = chosen[j].
 
@@ -64,18 +61,17 @@ def down_of(
     chosen [1, per_token] int32: the token's experts
     shares [1, per_token] float32: weights of the experts
     biases [experts, d_out]: added to the products; None: no biases
-    config: launch parameters
     → [1, d_out]
 
     Each product is rounded before the sum, as if products and sum had a launch each.
     """
     _, d_out, d_in = weight.shape
-    y, parts = x.new_empty((1, d_out)), shares.new_empty((len(x), config.split, d_out))
-    _down_mxfp4[(triton.cdiv(d_out, config.block_out), len(x), config.split)](
+    y, parts = x.new_empty((1, d_out)), shares.new_empty((len(x), DOWN.split, d_out))
+    _down_mxfp4[(triton.cdiv(d_out, DOWN.block_out), len(x), DOWN.split)](
         x, weight.words, weight.scales, chosen, shares, biases, parts, arrived(x.device), y,
-        d_out, d_in, decodes_in_float32(x), len(x), config.split, _ROWS, config.block_out,
-        config.stages,
-        num_warps=config.warps,
+        d_out, d_in, decodes_in_float32(x), len(x), DOWN.split, _ROWS, DOWN.block_out,
+        DOWN.stages,
+        num_warps=DOWN.warps,
     )  # fmt: skip
     return y
 

@@ -1,7 +1,6 @@
 """Logit biases, and penalties of tokens that already occur in the prompt or the output.
 
-`reference` is the equation in torch and runs on the CPU; `fused` holds a Triton kernel with the
-same signature and bit-equal results.
+`fused` holds a Triton kernel with bit-equal results.
 """
 
 from dataclasses import dataclass
@@ -10,7 +9,6 @@ import torch
 
 from lorikeet_engine.kernels.by_device import by_device
 
-_operators = by_device(__name__)
 REPETITION, FREQUENCY, PRESENCE, PENALTIES = range(4)
 """Columns of PenaltyState.penalties: the repetition, frequency and presence penalty."""
 IN_PROMPT, IN_OUTPUT = 1, 2
@@ -36,6 +34,7 @@ class PenaltyState:
     penalties: torch.Tensor
 
 
+@by_device
 def penalise(
     logits: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor, state: PenaltyState
 ) -> torch.Tensor:
@@ -51,5 +50,10 @@ def penalise(
     slots [rows] int64: slot in `state` of each of these rows
     → [rows, vocab] float32
     """
-    changed: torch.Tensor = _operators(logits.device.type).penalise(logits, rows, slots, state)
-    return changed
+    x = logits[rows].float()
+    seen = state.seen[slots]
+    repetition, frequency, presence = state.penalties[slots].unsqueeze(-1).unbind(1)
+    x = torch.where(seen > 0, torch.where(x > 0, x / repetition, x * repetition), x)
+    x += state.biases[slots]
+    counts = seen // IN_OUTPUT
+    return x - (counts * frequency + counts.clamp(max=1) * presence)

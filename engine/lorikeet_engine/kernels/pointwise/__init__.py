@@ -2,22 +2,18 @@
 
 An operator that reads a product takes the product's LoRA delta as `lora` and adds it before
 anything else, in float32 in the kernels. None adds nothing.
-
-`reference` holds the equations in torch and runs on the CPU; `fused` holds Triton kernels with the
-same signatures.
 """
 
 from dataclasses import dataclass
 
 import torch
+from torch.nn import functional as F
 
 from lorikeet_engine.kernels.by_device import by_device
-from lorikeet_engine.kernels.fp8 import Activations
-from lorikeet_engine.kernels.fp8_kv import KvScales
+from lorikeet_engine.kernels.fp8 import Activations, quantize_rows
+from lorikeet_engine.kernels.fp8_kv import KvScales, to_fp8
 from lorikeet_engine.kernels.lora.types import LoraDelta, UnexpandedDelta
 from lorikeet_engine.parallel.sums import RowExchange
-
-_operators = by_device(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +35,7 @@ class QkNorm:
     values: bool = False
 
 
+@by_device
 def add_rms_norm(
     x: torch.Tensor,
     delta: torch.Tensor,
@@ -49,7 +46,9 @@ def add_rms_norm(
     delta_weight: torch.Tensor | None = None,
     exchange: RowExchange | None = None,
     factor: float | None = None,
-) -> torch.Tensor:
+    *,
+    fp8: bool = False,
+) -> torch.Tensor | Activations:
     """Add scale · delta to x in place, and return x / sqrt(mean(x²) + eps) · weight.
 
     x [tokens, width], contiguous: hidden states
@@ -61,15 +60,24 @@ def add_rms_norm(
     exchange: memory through which delta and lora, this rank's parts, are summed over ranks before
       all else; None: delta and lora are complete. CUDA only
     factor: x is multiplied by it in place after the addition, and rounded before and after; None: 1
+    fp8: round each row of the result to FP8 as well; weight is not None
     → [tokens, width] like x
 
     Computed in float32.
     """
-    operator = _operators(x.device.type).add_rms_norm
-    y: torch.Tensor = operator(x, delta, weight, eps, lora, scale, delta_weight, exchange, factor)
-    return y
+    assert exchange is None, "ranks on CPUs have no RowExchange"
+    add_lora_delta(delta, lora)
+    if delta_weight is not None:
+        delta = _normed(delta, delta_weight, eps)
+    x += delta if scale == 1.0 else delta * scale
+    if factor is not None:
+        x *= factor
+    if weight is None:
+        return x
+    return _with_fp8(_normed(x, weight, eps), fp8=fp8)
 
 
+@by_device
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, scale: float = 1.0) -> torch.Tensor:
     """Compute x / sqrt(mean(x²) + eps) · weight · scale, in float32.
 
@@ -77,30 +85,11 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, scale: float = 1
     weight [width], in x's dtype or float32
     → [tokens, width] like x
     """
-    y: torch.Tensor = _operators(x.device.type).rms_norm(x, weight, eps, scale)
-    return y
+    normed = F.rms_norm(x.float(), weight.shape, weight.float(), eps)
+    return (normed * scale).to(x.dtype)
 
 
-def add_rms_norm_fp8(
-    x: torch.Tensor,
-    delta: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-    lora: LoraDelta | None = None,
-    scale: float = 1.0,
-    delta_weight: torch.Tensor | None = None,
-    exchange: RowExchange | None = None,
-    factor: float | None = None,
-) -> Activations:
-    """Compute add_rms_norm, and round each row of its result to FP8 as well.
-
-    Arguments: see add_rms_norm, of which the result is Activations.rows.
-    """
-    operator = _operators(x.device.type).add_rms_norm_fp8
-    y: Activations = operator(x, delta, weight, eps, lora, scale, delta_weight, exchange, factor)
-    return y
-
-
+@by_device
 def rotary_and_store_kv(
     qkv: torch.Tensor,
     cos: torch.Tensor,
@@ -138,14 +127,57 @@ def rotary_and_store_kv(
     query_gain [tokens] float32: factor of each token's rotated queries, which are rounded to qkv's
       dtype before and after
     """
-    operator = _operators(qkv.device.type).rotary_and_store_kv
-    operator(
-        qkv, cos, sin, layer_kv, slots, lora, norm, scales,
-        interleaved=interleaved, spans_head=spans_head, keys_are_values=keys_are_values,
-        query_gain=query_gain,
-    )  # fmt: skip
+    add_lora_delta(qkv.flatten(1), lora)
+    if layer_kv is None:  # as if with a key and a value that are not kept
+        tokens, heads, head_dim = qkv.shape
+        padded = torch.cat((qkv, qkv.new_zeros(tokens, 2, head_dim)), dim=1)
+        nowhere = torch.full_like(slots, -1)
+        none = qkv.new_empty(2, 1, 1, 1, head_dim)
+        rotary_and_store_kv(
+            padded, cos, sin, none, nowhere, None, norm,
+            interleaved=interleaved, spans_head=spans_head, query_gain=query_gain,
+        )  # fmt: skip
+        qkv.copy_(padded[:, :heads])
+        return
+    kv_heads = layer_kv.shape[3]
+    given = qkv[:, :-kv_heads]
+    if keys_are_values:
+        qkv = torch.cat((qkv, qkv[:, -kv_heads:]), dim=1)
+    if norm is not None:
+        queries, keys = qkv[:, : -2 * kv_heads], qkv[:, -2 * kv_heads : -kv_heads]
+        if norm.values:
+            values = qkv[:, -kv_heads:]
+            values.copy_(F.rms_norm(values.float(), values.shape[-1:], eps=norm.eps))
+        of_queries, of_keys = _means_of(norm)
+        _rms_norm(queries, norm.query_weight, norm.eps, of_queries)
+        _rms_norm(keys, norm.key_weight, norm.eps, of_keys)
+    turned = qkv[:, :-kv_heads, : 2 * cos.shape[1]]
+    if spans_head:
+        whole = F.pad(cos, (0, qkv.shape[2] // 2 - cos.shape[1]), value=1.0)
+        turned, sin = qkv[:, :-kv_heads], F.pad(sin, (0, whole.shape[1] - sin.shape[1]))
+        cos = whole
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    half = cos.shape[-1]
+    pairs = turned.view(*turned.shape[:-1], *((half, 2) if interleaved else (2, half)))
+    pairs = pairs if interleaved else pairs.transpose(-1, -2)  # [tokens, heads, half, 2]
+    first, second = pairs.float().unbind(-1)
+    pairs.copy_(torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-1))
+    if query_gain is not None:
+        qkv[:, : -2 * kv_heads].mul_(query_gain[:, None, None])
+    if keys_are_values:
+        given.copy_(qkv[:, : -2 * kv_heads])
+    keys, values = layer_kv.flatten(1, 2)[..., : qkv.shape[2]]  # [slots, kv_heads, head_dim]
+    stored = slots >= 0
+    new_keys, new_values = qkv[stored, -2 * kv_heads : -kv_heads], qkv[stored, -kv_heads:]
+    if scales is not None:  # as bytes: torch has no index_copy_ for FP8
+        new_keys = to_fp8(new_keys, scales.key).view(torch.uint8)
+        new_values = to_fp8(new_values, scales.value).view(torch.uint8)
+        keys, values = keys.view(torch.uint8), values.view(torch.uint8)
+    keys.index_copy_(0, slots[stored], new_keys)
+    values.index_copy_(0, slots[stored], new_values)
 
 
+@by_device
 def mean_squares(
     qkv: torch.Tensor, kv_heads: int, processes: int, lora: LoraDelta | None = None
 ) -> torch.Tensor:
@@ -159,38 +191,39 @@ def mean_squares(
     → [tokens, 4] float32: the part of queries, the part of keys, 0, 0; the zeros pad a token to 16
       bytes, which all ways to sum over ranks support
     """
-    operator = _operators(qkv.device.type).mean_squares
-    squares: torch.Tensor = operator(qkv, kv_heads, processes, lora)
-    return squares
+    summed = qkv.flatten(1).clone()
+    add_lora_delta(summed, lora)
+    squares = summed.view_as(qkv).float().square()
+    means = qkv.new_zeros(len(qkv), 4, dtype=torch.float32)
+    means[:, 0] = squares[:, : -2 * kv_heads].mean((1, 2)) / processes
+    means[:, 1] = squares[:, -2 * kv_heads : -kv_heads].mean((1, 2)) / processes
+    return means
 
 
+@by_device
 def act_and_mul(
-    x: torch.Tensor, lora: LoraDelta | UnexpandedDelta | None = None, *, gelu: bool = False
-) -> torch.Tensor:
+    x: torch.Tensor,
+    lora: LoraDelta | UnexpandedDelta | None = None,
+    *,
+    gelu: bool = False,
+    fp8: bool = False,
+) -> torch.Tensor | Activations:
     """Compute an MLP's activation, silu(x[:, :width]) · x[:, width:].
 
     x [tokens, 2 · width], contiguous: gates, then the values that they gate
     lora: LoRA delta of x, added to x
     gelu: GELU, by its tanh formula, instead of SiLU
+    fp8: round each row of the result to FP8 as well
     → [tokens, width]
     """
-    y: torch.Tensor = _operators(x.device.type).act_and_mul(x, lora, gelu=gelu)
-    return y
+    assert not isinstance(lora, UnexpandedDelta), "deltas on CPUs are expanded"
+    add_lora_delta(x, lora)
+    gates, values = x.chunk(2, dim=-1)
+    gates = F.gelu(gates, approximate="tanh") if gelu else F.silu(gates)
+    return _with_fp8(gates * values, fp8=fp8)
 
 
-def act_and_mul_fp8(
-    x: torch.Tensor, lora: LoraDelta | UnexpandedDelta | None = None, *, gelu: bool = False
-) -> Activations:
-    """Compute act_and_mul, and round each row of its result to FP8 as well.
-
-    x [tokens, 2 · width], contiguous: gates, then the values that they gate
-    lora: LoRA delta of x, added to x
-    gelu: GELU, by its tanh formula, instead of SiLU
-    """
-    y: Activations = _operators(x.device.type).act_and_mul_fp8(x, lora, gelu=gelu)
-    return y
-
-
+@by_device
 def gated_rms_norm(
     x: torch.Tensor,
     gate: torch.Tensor,
@@ -208,10 +241,12 @@ def gated_rms_norm(
 
     Computed in float32, and on CUDA rounded once.
     """
-    y: torch.Tensor = _operators(x.device.type).gated_rms_norm(x, gate, weight, eps, lora)
-    return y
+    add_lora_delta(gate, lora)
+    normed = F.rms_norm(x.float(), weight.shape, weight.float(), eps)
+    return (normed * F.silu(gate.float())).to(x.dtype)
 
 
+@by_device
 def gated_group_norm(
     x: torch.Tensor,
     gate: torch.Tensor,
@@ -231,11 +266,14 @@ def gated_group_norm(
 
     Computed in float32, and on CUDA rounded once.
     """
-    operator = _operators(x.device.type).gated_group_norm
-    y: torch.Tensor = operator(x, gate, weight, eps, lora, means)
-    return y
+    add_lora_delta(gate, lora)
+    gated = x.float() * F.silu(gate.float())
+    means = gated.square().mean(-1) if means is None else means
+    normed = gated * (means.unsqueeze(-1) + eps).rsqrt()
+    return (normed * weight.float().view(x.shape[1:])).to(x.dtype)
 
 
+@by_device
 def gated_mean_squares(
     x: torch.Tensor, gate: torch.Tensor, lora: LoraDelta | None = None
 ) -> torch.Tensor:
@@ -243,31 +281,27 @@ def gated_mean_squares(
 
     x, gate [tokens, groups, width], lora: as for gated_group_norm
     """
-    means: torch.Tensor = _operators(x.device.type).gated_mean_squares(x, gate, lora)
-    return means
+    gate = gate.clone()
+    add_lora_delta(gate, lora)
+    return (x.float() * F.silu(gate.float())).square().mean(-1)
 
 
-def squared_relu(x: torch.Tensor, lora: LoraDelta | None = None) -> torch.Tensor:
+@by_device
+def squared_relu(
+    x: torch.Tensor, lora: LoraDelta | None = None, *, fp8: bool = False
+) -> torch.Tensor | Activations:
     """Compute max(x, 0)², the activation of an MLP without gate.
 
     x [tokens, width], contiguous
     lora: LoRA delta of x, added to x
+    fp8: round each row of the result to FP8 as well
     → [tokens, width]
     """
-    y: torch.Tensor = _operators(x.device.type).squared_relu(x, lora)
-    return y
+    add_lora_delta(x, lora)
+    return _with_fp8(F.relu(x).square(), fp8=fp8)
 
 
-def squared_relu_fp8(x: torch.Tensor, lora: LoraDelta | None = None) -> Activations:
-    """Compute squared_relu, and round each row of its result to FP8 as well.
-
-    x [tokens, width], contiguous
-    lora: LoRA delta of x, added to x
-    """
-    y: Activations = _operators(x.device.type).squared_relu_fp8(x, lora)
-    return y
-
-
+@by_device
 def sigmoid_gate(
     x: torch.Tensor, gate: torch.Tensor, lora: LoraDelta | None = None
 ) -> torch.Tensor:
@@ -278,10 +312,11 @@ def sigmoid_gate(
     lora: LoRA delta of gate, whose rows have gate's shape and strides
     → [tokens, heads, head_dim] like x
     """
-    y: torch.Tensor = _operators(x.device.type).sigmoid_gate(x, gate, lora)
-    return y
+    add_lora_delta(gate, lora)
+    return (x.float() * gate.float().sigmoid()).to(x.dtype)
 
 
+@by_device
 def add_weighed(
     y: torch.Tensor,
     x: torch.Tensor,
@@ -298,9 +333,61 @@ def add_weighed(
       weights are 1
     lora_of_weights: LoRA delta of weights, added to weights
     """
-    _operators(y.device.type).add_weighed(y, x, lora, weights, lora_of_weights)
+    add_lora_delta(x, lora)
+    if weights is None:
+        y += x
+        return
+    add_lora_delta(weights, lora_of_weights)
+    y += torch.sigmoid(weights) * x
 
 
+@by_device
 def add_delta(y: torch.Tensor, lora: LoraDelta) -> None:
     """Add the LoRA delta of a linear layer to its contiguous output y [tokens, width], in place."""
-    _operators(y.device.type).add_delta(y, lora)
+    add_lora_delta(y, lora)
+
+
+def _means_of(norm: QkNorm) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Return a norm's mean squares of queries and of keys, each [tokens, 1, 1].
+
+    Both are None if norm.mean_squares is None.
+    """
+    if norm.mean_squares is None:
+        return None, None
+    of_queries, of_keys, *_ = norm.mean_squares.unsqueeze(-1).unsqueeze(-1).unbind(1)
+    return of_queries, of_keys
+
+
+def _rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, mean_squares: torch.Tensor | None
+) -> None:
+    """Apply an RMS norm to x [tokens, heads, head_dim] in place.
+
+    weight: [head_dim] normalises each head, [heads · head_dim] all heads together.
+    mean_squares: mean squares over all heads that are normalised together, including those of other
+        processes; None: computed from x.
+    eps: added to the mean square.
+    """
+    rows = x.reshape(len(x), -1, len(weight))
+    if mean_squares is None:
+        normed = _normed(rows, weight, eps)
+    else:
+        normed = rows.float() / (mean_squares + eps).sqrt() * weight.float()
+    x.copy_(normed.view_as(x))
+
+
+def _with_fp8(y: torch.Tensor, *, fp8: bool) -> torch.Tensor | Activations:
+    return Activations(y, quantize_rows(y)) if fp8 else y
+
+
+def _normed(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    return F.rms_norm(x.to(weight.dtype), weight.shape, weight, eps).to(x.dtype)
+
+
+def add_lora_delta(y: torch.Tensor, lora: LoraDelta | None) -> None:
+    """Add the LoRA delta of a product y in place; None adds nothing.
+
+    The first dimension of y is tokens, and lora.rows have y's shape.
+    """
+    if lora is not None:
+        y[: lora.tokens] += lora.rows[: lora.tokens]

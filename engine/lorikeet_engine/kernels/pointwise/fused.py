@@ -1,67 +1,97 @@
-"""Pointwise operators in Triton: one launch each, every tensor read and written once."""
+"""Pointwise operators in Triton: one launch each, every tensor read and written once.
+
+add_rms_norm's launch also adds the LoRA delta of the product that is added to the hidden states.
+With a RowExchange it sums product and delta over ranks as well. `rotary` has the operators of
+queries, keys and values.
+"""
 
 import torch
 import triton
 import triton.language as tl
 
 from lorikeet_engine.kernels.fp8 import LARGEST, LEAST_SCALE, Activations
-from lorikeet_engine.kernels.fp8.fused import divided, empty_rows, quantize_rows, scale_of
+from lorikeet_engine.kernels.fp8.fused import (
+    divided,
+    empty_rows,
+    quantize_rows,
+    scale_of,
+    store_rounded,
+)
 from lorikeet_engine.kernels.lora.expand_act import activated, expand_act_and_mul
 from lorikeet_engine.kernels.lora.types import LoraDelta, UnexpandedDelta
-from lorikeet_engine.kernels.pointwise.fused_norm import add_rms_norm, add_rms_norm_fp8, rms_norm
-from lorikeet_engine.kernels.pointwise.gates import (
-    gated_group_norm,
-    gated_mean_squares,
-    gated_rms_norm,
-    sigmoid_gate,
-)
 from lorikeet_engine.kernels.pointwise.lora_operands import lora_at, operands
-from lorikeet_engine.kernels.pointwise.rotary_and_store_kv import mean_squares, rotary_and_store_kv
+from lorikeet_engine.kernels.pointwise.rotary import mean_squares, rotary_and_store_kv
+from lorikeet_engine.kernels.pointwise.sum_over_ranks import exchange_operands, sum_over_ranks
+from lorikeet_engine.parallel.sums import RowExchange
 
-__all__ = [
-    "act_and_mul",
-    "act_and_mul_fp8",
-    "add_delta",
-    "add_rms_norm",
-    "add_rms_norm_fp8",
-    "add_weighed",
-    "gated_group_norm",
-    "gated_mean_squares",
-    "gated_rms_norm",
-    "mean_squares",
-    "rms_norm",
-    "rotary_and_store_kv",
-    "sigmoid_gate",
-    "squared_relu",
-    "squared_relu_fp8",
-]
+__all__ = ["mean_squares", "rotary_and_store_kv"]
 
 COLUMNS = 1024  # of one program of _act_and_mul, _squared_relu, _add_weighed and _add_delta
 COLUMNS_AT_ONCE = 8192  # of a row, for one program of _act_and_mul_fp8
+_ELEMENTS = 2048  # of one program of _gate
 
 
-def act_and_mul(
-    x: torch.Tensor, lora: LoraDelta | UnexpandedDelta | None = None, *, gelu: bool = False
-) -> torch.Tensor:
-    """Compute silu(g) · u, where [g, u] = x + lora, rounded once: see kernels.pointwise."""
-    if isinstance(lora, UnexpandedDelta):
-        return expand_act_and_mul(x, lora, gelu=gelu)
-    tokens, width = x.shape[0], x.shape[1] // 2
-    y = x.new_empty((tokens, width))
-    grid = (tokens, triton.cdiv(width, COLUMNS))
-    _act_and_mul[grid](x, *operands(lora), y, width, COLUMNS, gelu)
+def add_rms_norm(
+    x: torch.Tensor,
+    delta: torch.Tensor,
+    weight: torch.Tensor | None,
+    eps: float,
+    lora: LoraDelta | None = None,
+    scale: float = 1.0,
+    delta_weight: torch.Tensor | None = None,
+    exchange: RowExchange | None = None,
+    factor: float | None = None,
+    *,
+    fp8: bool = False,
+) -> torch.Tensor | Activations:
+    """Set x to x + scale · (delta + lora), and return x / sqrt(mean(x²) + eps) · weight.
+
+    Returns x if weight is None. With delta_weight, the delta is normalised first. With an exchange,
+    delta + lora is rounded to x's dtype and summed over ranks before all else. See
+    kernels.pointwise.
+    """
+    tokens, width = x.shape
+    y = None if weight is None else torch.empty_like(x)
+    rounded = empty_rows(x) if fp8 else None
+    block = triton.next_power_of_2(width)
+    elements = 16 if rounded is None else 8  # of a thread: rounding takes time of its own
+    _add_rms_norm[(tokens,)](
+        x, delta, *operands(lora), *exchange_operands(exchange), delta_weight, weight, y,
+        *((None, None) if rounded is None else (rounded.rows, rounded.scales)),
+        eps, scale, factor, width, block, LARGEST, LEAST_SCALE,
+        num_warps=min(256 // elements, max(1, block // (32 * elements))),
+    )  # fmt: skip
+    y = x if y is None else y
+    return y if rounded is None else Activations(y, rounded)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, scale: float = 1.0) -> torch.Tensor:
+    """Return x / sqrt(mean(x²) + eps) · weight · scale: see kernels.pointwise."""
+    tokens, width = x.shape
+    y, block = torch.empty_like(x), triton.next_power_of_2(width)
+    _rms_norm[(tokens,)](
+        x, weight, y, eps, scale, width, block, num_warps=min(32, max(1, block // 256))
+    )
     return y
 
 
-def act_and_mul_fp8(
-    x: torch.Tensor, lora: LoraDelta | UnexpandedDelta | None = None, *, gelu: bool = False
-) -> Activations:
-    """Compute act_and_mul, and round each row of its result to FP8."""
+def act_and_mul(
+    x: torch.Tensor,
+    lora: LoraDelta | UnexpandedDelta | None = None,
+    *,
+    gelu: bool = False,
+    fp8: bool = False,
+) -> torch.Tensor | Activations:
+    """Compute silu(g) · u, where [g, u] = x + lora, rounded once: see kernels.pointwise."""
     if isinstance(lora, UnexpandedDelta):
         y = expand_act_and_mul(x, lora, gelu=gelu)
-        return Activations(y, quantize_rows(y))
+        return Activations(y, quantize_rows(y)) if fp8 else y
     tokens, width = x.shape[0], x.shape[1] // 2
     y = x.new_empty((tokens, width))
+    if not fp8:
+        grid = (tokens, triton.cdiv(width, COLUMNS))
+        _act_and_mul[grid](x, *operands(lora), y, width, COLUMNS, gelu)
+        return y
     rounded = empty_rows(y)
     block = min(COLUMNS_AT_ONCE, triton.next_power_of_2(width))
     _act_and_mul_fp8[(tokens,)](
@@ -72,19 +102,17 @@ def act_and_mul_fp8(
     return Activations(y, rounded)
 
 
-def squared_relu(x: torch.Tensor, lora: LoraDelta | None = None) -> torch.Tensor:
-    """Compute max(x + lora, 0)², rounded once: see kernels.pointwise."""
+def squared_relu(
+    x: torch.Tensor, lora: LoraDelta | None = None, *, fp8: bool = False
+) -> torch.Tensor | Activations:
+    """Compute max(x + lora, 0)², rounded once, then to FP8 in another launch: see
+    kernels.pointwise.
+    """
     tokens, width = x.shape
     y = x.new_empty((tokens, width))
     grid = (tokens, triton.cdiv(width, COLUMNS))
     _squared_relu[grid](x, *operands(lora), y, width, COLUMNS)
-    return y
-
-
-def squared_relu_fp8(x: torch.Tensor, lora: LoraDelta | None = None) -> Activations:
-    """Compute squared_relu, and round each row of its result to FP8, in a launch each."""
-    y = squared_relu(x, lora)
-    return Activations(y, quantize_rows(y))
+    return Activations(y, quantize_rows(y)) if fp8 else y
 
 
 def add_weighed(
@@ -108,6 +136,202 @@ def add_delta(y: torch.Tensor, lora: LoraDelta) -> None:
     """Add a linear layer's LoRA delta to its output y [tokens, width], in place, rounded once."""
     tokens, width = y.shape
     _add_delta[(tokens, triton.cdiv(width, COLUMNS))](y, *operands(lora), width, COLUMNS)
+
+
+def gated_rms_norm(
+    x: torch.Tensor,
+    gate: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    lora: LoraDelta | None = None,
+) -> torch.Tensor:
+    """Compute x / sqrt(mean(x²) + eps) · weight · silu(gate + lora): see kernels.pointwise."""
+    return _launch_gate(x, gate, weight, eps, lora)
+
+
+def sigmoid_gate(
+    x: torch.Tensor, gate: torch.Tensor, lora: LoraDelta | None = None
+) -> torch.Tensor:
+    """Compute x · sigmoid(gate + lora), rounded once: see kernels.pointwise."""
+    return _launch_gate(x, gate, None, 0.0, lora)
+
+
+def gated_group_norm(
+    x: torch.Tensor,
+    gate: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    lora: LoraDelta | None = None,
+    means: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Compute y / sqrt(mean(y²) + eps) · weight of y = x · silu(gate + lora), rounded once.
+
+    See kernels.pointwise.
+    """
+    y = x.new_empty(x.shape)
+    _launch_group(x, gate, weight, lora, means, y, eps)
+    return y
+
+
+def gated_mean_squares(
+    x: torch.Tensor, gate: torch.Tensor, lora: LoraDelta | None = None
+) -> torch.Tensor:
+    """Compute the mean squares of x · silu(gate + lora): see kernels.pointwise."""
+    means = x.new_empty(x.shape[:2], dtype=torch.float32)
+    _launch_group(x, gate, None, lora, means, None, 0.0)
+    return means
+
+
+def _launch_group(
+    x: torch.Tensor,
+    gate: torch.Tensor,
+    weight: torch.Tensor | None,
+    lora: LoraDelta | None,
+    means: torch.Tensor | None,
+    y: torch.Tensor | None,
+    eps: float,
+) -> None:
+    tokens, groups, width = x.shape
+    assert gate.stride(2) == 1, gate.stride()
+    assert lora is None or lora.rows.stride() == gate.stride(), lora.rows.stride()
+    columns = triton.next_power_of_2(width)
+    _gate_group[(tokens, groups)](
+        x, gate, *operands(lora), weight, means, y, eps, gate.stride(0), gate.stride(1), width,
+        columns, num_warps=max(1, min(16, columns // 512)),
+    )  # fmt: skip
+
+
+def _launch_gate(
+    x: torch.Tensor,
+    gate: torch.Tensor,
+    weight: torch.Tensor | None,
+    eps: float,
+    lora: LoraDelta | None,
+) -> torch.Tensor:
+    tokens, heads, head_dim = x.shape
+    assert gate.stride(2) == 1, gate.stride()
+    assert lora is None or lora.rows.stride() == gate.stride(), lora.rows.stride()
+    y = x.new_empty(x.shape)
+    columns = triton.next_power_of_2(head_dim)
+    rows = max(1, min(_ELEMENTS // columns, triton.next_power_of_2(heads)))
+    _gate[(tokens, triton.cdiv(heads, rows))](
+        x, gate, *operands(lora), weight, y, eps, gate.stride(0), gate.stride(1), heads, head_dim,
+        rows, columns,
+    )  # fmt: skip
+    return y
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _rms_normed(x: tl.tensor, gains: tl.tensor, eps: tl.tensor, width: tl.constexpr) -> tl.tensor:
+    """Return the RMS norm of a float32 row x, which must be 0 beyond its width.
+
+    gains: weight of the norm, one factor for each column.
+    eps: added to the mean square.
+    """
+    scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / width + eps)
+    return x * scale * gains.to(tl.float32)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _rms_norm(
+    x: tl.tensor,
+    weight: tl.tensor,
+    y: tl.tensor,
+    eps: tl.tensor,
+    scale: tl.tensor,
+    width: tl.constexpr,
+    block: tl.constexpr,
+) -> None:
+    """Normalise one token's row of x [tokens, width], and write the result to y.
+
+    weight, eps: weight of the norm, and number added to the mean square. scale: factor of y.
+    block: `width` rounded up to a power of two.
+    """
+    columns = tl.arange(0, block)
+    inside = columns < width
+    at = tl.program_id(0).to(tl.int64) * width + columns
+    row = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    gains = tl.load(weight + columns, mask=inside, other=0.0)
+    normed = _rms_normed(row, gains, eps, width) * scale
+    tl.store(y + at, normed.to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _add_rms_norm(
+    x: tl.tensor,
+    delta: tl.tensor,
+    lora: tl.tensor,
+    adapted: tl.tensor,
+    addresses: tl.tensor,
+    epochs: tl.tensor,
+    rank: tl.constexpr,
+    world: tl.constexpr,
+    most_rows: tl.constexpr,
+    delta_weight: tl.tensor,
+    weight: tl.tensor,
+    y: tl.tensor,
+    rounded_y: tl.tensor,
+    scales: tl.tensor,
+    eps: tl.tensor,
+    scale: tl.constexpr,
+    factor: tl.tensor,
+    width: tl.constexpr,
+    block: tl.constexpr,
+    largest: tl.constexpr,
+    least_scale: tl.constexpr,
+) -> None:
+    """Add one token's delta to its hidden state, and normalise the result.
+
+    All operands that do not depend on a sum over ranks are loaded before the wait for that sum.
+
+    x, delta, weight, eps, scale, delta_weight, factor: see kernels.pointwise.add_rms_norm. y:
+        result.
+    lora, adapted: LoRA delta of `delta`, and its number of rows; None: no delta.
+    addresses, epochs, rank, world, most_rows: memory of a sum over ranks
+        (sum_over_ranks.exchange_operands); addresses None: there is one rank.
+    rounded_y, scales: FP8 rows and scales of the result; None: it is not rounded.
+    block: `width` rounded up to a power of two.
+    largest, least_scale: largest FP8 number, and lower bound of a row's scale.
+    """
+    columns = tl.arange(0, block)
+    inside = columns < width
+    token = tl.program_id(0).to(tl.int64)
+    at = token * width + columns
+    total = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    added = tl.load(delta + at, mask=inside, other=0.0).to(tl.float32)
+    if weight is not None:
+        gains = tl.load(weight + columns, mask=inside, other=0.0)
+    if delta_weight is not None:
+        delta_gains = tl.load(delta_weight + columns, mask=inside, other=0.0)
+    if delta_weight is None and epochs is None:
+        total += scale * added
+        if lora is not None:
+            total += scale * lora_at(lora, adapted, token, at, inside)
+    else:
+        if lora is not None:
+            added += lora_at(lora, adapted, token, at, inside)
+        added = added.to(x.dtype.element_ty)
+        if epochs is not None:
+            row = tl.program_id(0)
+            added = sum_over_ranks(
+                added, columns, inside, row, addresses, epochs, rank, world, most_rows, width
+            )
+        if delta_weight is not None:
+            added = _rms_normed(added.to(tl.float32), delta_gains, eps, width)
+            added = added.to(x.dtype.element_ty)
+        total += scale * added.to(tl.float32)
+    rounded = total.to(x.dtype.element_ty)
+    if factor is not None:
+        rounded = (rounded.to(tl.float32) * factor).to(x.dtype.element_ty)
+    tl.store(x + at, rounded, mask=inside)
+    if weight is not None:
+        normed = _rms_normed(rounded.to(tl.float32), gains, eps, width)
+        tl.store(y + at, normed.to(y.dtype.element_ty), mask=inside)
+        if scales is not None:
+            values = normed.to(y.dtype.element_ty).to(tl.float32)
+            store_rounded(
+                values, inside, columns, token, rounded_y, scales, width, largest, least_scale
+            )
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -277,3 +501,91 @@ def _add_delta(
     total = tl.load(y + at, mask=inside, other=0.0).to(tl.float32)
     total += lora_at(lora, adapted, token, at, inside)
     tl.store(y + at, total.to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _gate(
+    x: tl.tensor,
+    gate: tl.tensor,
+    lora: tl.tensor,
+    adapted: tl.tensor,
+    weight: tl.tensor,
+    y: tl.tensor,
+    eps: tl.tensor,
+    token_stride: tl.tensor,
+    head_stride: tl.tensor,
+    heads: tl.constexpr,
+    head_dim: tl.constexpr,
+    rows: tl.constexpr,
+    columns: tl.constexpr,
+) -> None:
+    """Multiply some heads of one token by the activations of their gates.
+
+    x, gate [tokens, heads, head_dim]: input, and gates before their activation. y: result.
+    eps: added to the mean square.
+    lora, adapted: LoRA delta of gate, and its number of rows; None: no delta.
+    weight: weight of the norm before a SiLU gate; None: a sigmoid gate without a norm.
+    token_stride, head_stride: elements of `gate` from token to token and from head to head.
+    rows: number of heads. columns: head_dim rounded up to a power of two.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    head = (tl.program_id(1) * rows + tl.arange(0, rows))[:, None]
+    column = tl.arange(0, columns)[None, :]
+    inside = (head < heads) & (column < head_dim)
+    at = (token * heads + head) * head_dim + column
+    out = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    place = token * token_stride + head * head_stride + column
+    gates = tl.load(gate + place, mask=inside, other=0.0).to(tl.float32)
+    if lora is not None:
+        gates += lora_at(lora, adapted, token, place, inside)
+    if weight is not None:
+        gains = tl.load(weight + column, mask=column < head_dim, other=0.0).to(tl.float32)
+        out = out / tl.sqrt(tl.sum(out * out, 1) / head_dim + eps)[:, None] * gains * gates
+    tl.store(y + at, (out * tl.sigmoid(gates)).to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _gate_group(
+    x: tl.tensor,
+    gate: tl.tensor,
+    lora: tl.tensor,
+    adapted: tl.tensor,
+    weight: tl.tensor,
+    means: tl.tensor,
+    y: tl.tensor,
+    eps: tl.tensor,
+    token_stride: tl.tensor,
+    group_stride: tl.tensor,
+    width: tl.constexpr,
+    columns: tl.constexpr,
+) -> None:
+    """Gate and norm one group of one token, or compute the mean square of what is gated.
+
+    x, gate [tokens, groups, width]: input, and gates before their activation.
+    weight, eps: weight of the norm, and number added to the mean square.
+    y: result; None: the mean square is written to `means`.
+    means: mean squares to use; None: that of the group.
+    lora, adapted: LoRA delta of gate, and its number of rows; None: no delta.
+    token_stride, group_stride: elements of `gate` from token to token and from group to group.
+    columns: width rounded up to a power of two.
+    """
+    token, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    groups = tl.num_programs(1)
+    column = tl.arange(0, columns)
+    inside = column < width
+    at = (token * groups + group) * width + column
+    place = token * token_stride + group * group_stride + column
+    gates = tl.load(gate + place, mask=inside, other=0.0).to(tl.float32)
+    if lora is not None:
+        gates += lora_at(lora, adapted, token, place, inside)
+    out = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) * gates * tl.sigmoid(gates)
+    if y is None:
+        tl.store(means + token * groups + group, tl.sum(out * out, 0) / width)
+    else:
+        if means is None:
+            mean = tl.sum(out * out, 0) / width
+        else:
+            mean = tl.load(means + token * groups + group)
+        gains = tl.load(weight + group * width + column, mask=inside, other=0.0).to(tl.float32)
+        out = out / tl.sqrt(mean + eps) * gains
+        tl.store(y + at, out.to(y.dtype.element_ty), mask=inside)

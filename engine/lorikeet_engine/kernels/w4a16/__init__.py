@@ -2,9 +2,6 @@
 
 The weights' values are exactly those of the checkpoint's format: integers with a scale and a zero
 point for each group of inputs (AWQ, GPTQ, compressed-tensors), or NF4. Activations are not rounded.
-
-`reference` holds the equations in torch and runs on the CPU. `fused` holds the products on CUDA,
-with the same signatures.
 """
 
 from collections.abc import Sequence
@@ -12,12 +9,11 @@ from dataclasses import dataclass, replace
 from math import gcd
 
 import torch
-from torch.nn import functional
+from torch.nn import functional as F
 
 from lorikeet_engine.errors import SettingsError
 from lorikeet_engine.kernels.by_device import by_device
 
-_operators = by_device(__name__)
 FIRST_WITH_BFLOAT16 = (8, 0)
 """Lowest CUDA compute capability with products of bfloat16: 8.0, Ampere."""
 GRAIN = 32
@@ -207,6 +203,7 @@ def stack(parts: Sequence[PackedWeight]) -> PackedWeight:
     )
 
 
+@by_device
 def linear(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
     """Compute x·Wᵀ + b.
 
@@ -217,8 +214,7 @@ def linear(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = No
 
     Sums are float32.
     """
-    y: torch.Tensor = _operators(x.device.type).linear(x, weight, bias)
-    return y
+    return F.linear(x.float(), weight.floats(), None if bias is None else bias.float()).to(x.dtype)
 
 
 def check_device(device: torch.device) -> None:
@@ -235,7 +231,7 @@ def check_device(device: torch.device) -> None:
 
 def _packed(q: torch.Tensor) -> torch.Tensor:
     """Pack codes q [d_out, d_in] uint8 to the layout of PackedWeight.codes, four in each int16."""
-    filled = functional.pad(q, (0, -q.shape[1] % SPAN)).view(len(q), -1, 4, GRAIN).transpose(0, 1)
+    filled = F.pad(q, (0, -q.shape[1] % SPAN)).view(len(q), -1, 4, GRAIN).transpose(0, 1)
     codes = filled[:, :, 0].short()
     for i in range(1, 4):
         codes |= filled[:, :, i].short() << 4 * i

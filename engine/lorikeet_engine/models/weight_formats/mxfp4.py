@@ -8,8 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from lorikeet_engine.errors import ModelError
-from lorikeet_engine.kernels.moe import Mxfp4Experts
-from lorikeet_engine.kernels.moe.mxfp4 import BLOCK, pack, part
+from lorikeet_engine.kernels.moe.mxfp4 import BLOCK, Mxfp4Experts, pack, part
 from lorikeet_engine.models.weight_formats.protocol import PartReader, not_divided, not_packed
 
 # by code: a sign bit, two bits of exponent, one of mantissa

@@ -1,11 +1,13 @@
-"""Requests that pool prompts instead of generating: POST /v1/classify, /v1/score and /v1/pooling,
-in vLLM's shapes, and POST /v1/embeddings, in OpenAI's.
+"""Requests that pool prompts instead of generating: POST /v1/classify, /v1/score, /v1/pooling and
+/v1/rerank, in vLLM's shapes, and POST /v1/embeddings, in OpenAI's.
 
 A model with a classification or reward head, its adapter's or its base model's, answers the first
-three alone. Models without a head embed texts.
+four alone. Models without a head embed texts.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import cycle, islice
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
@@ -14,11 +16,11 @@ from lorikeet.apis.body import NoOps, misfit
 from lorikeet.apis.chat.messages import MAX_MESSAGES, Message, check_answered
 from lorikeet.apis.chat.request import ChatRequest, TemplateFields
 from lorikeet.apis.completions.request import CompletionRequest
-from lorikeet.apis.fields import INT32, Prompts, Texts
+from lorikeet.apis.fields import INT32, Documents, Prompt, Prompts, Texts
 from lorikeet.apis.request import ApiRequest, CallContext
 from lorikeet.errors import InvalidInput
-from lorikeet.protocol.messages import Call, Endpoint
-from lorikeet_engine.adapter import Adapter, AdapterRef, Embedder, Head
+from lorikeet.protocol.messages import Call, Endpoint, Ranking
+from lorikeet_engine.adapter import AdapterRef, Embedder, Head
 from lorikeet_engine.request import SamplingParams
 
 _MOST_VALUES = {False: 2**19, True: 2**22}
@@ -26,6 +28,7 @@ _MOST_VALUES = {False: 2**19, True: 2**22}
 (True): writing 2**19 numbers takes about a tenth of a second, in which the replica sends nothing.
 """
 
+_PAIRED = ("text_1", "text_2", "queries", "documents")
 _NO_OPS: NoOps = {
     "add_special_tokens": (True,),
     "embed_dtype": ("float32",),
@@ -57,9 +60,13 @@ class PoolRequest(TemplateFields, ApiRequest):
     ) = None
     user: Annotated[str, Field(max_length=1024)] | None = None
 
+    def texts(self) -> Sequence[Prompt] | None:
+        """Return the prompts that the request pools; None for a chat."""
+        return self.input
+
     @model_validator(mode="after")
     def _agrees(self) -> "PoolRequest":
-        if (self.input is None) == (self.messages is None):
+        if (self.texts() is None) == (self.messages is None):
             raise misfit("input", "want either it or messages")
         if self.messages is not None:
             check_answered(self.messages)
@@ -74,18 +81,12 @@ class PoolRequest(TemplateFields, ApiRequest):
         """Return the request as a Call, the common form of all APIs, with facts from `context`."""
         request: ChatRequest | CompletionRequest
         if self.messages is None:
-            request = CompletionRequest.unchecked(model=self.model, prompt=self.input)
+            request = CompletionRequest.unchecked(model=self.model, prompt=self.texts())
         else:
             fields = {name: getattr(self, name) for name in TemplateFields.model_fields}
             fields["add_generation_prompt"] = self.add_generation_prompt is True
             request = ChatRequest.unchecked(model=self.model, messages=self.messages, **fields)
-        return replace(
-            request.to_call(context),
-            endpoint=self.endpoint,
-            max_tokens=0,
-            sampling=SamplingParams(max_tokens=1, temperature=0.0),
-            own_stop=(),
-        )
+        return _pooling(request.to_call(context), self.endpoint)
 
 
 class ClassifyRequest(PoolRequest):
@@ -119,17 +120,87 @@ class PoolingRequest(ClassifyRequest):
 
 
 class ScoreRequest(PoolRequest):
-    """Request of POST /v1/score, for reward models, whose heads have one label."""
+    """Request of POST /v1/score, for heads of one label: reward models and rerankers.
 
-    hints: ClassVar[dict[str, str]] = dict.fromkeys(
-        ("text_1", "text_2", "queries", "documents"),
-        ": pairs are of cross-encoders, send each whole text in input, or a chat in messages",
-    )
+    text_1, text_2: texts of pairs, each joined to one prompt without a separator, as vLLM joins
+        them for decoders. A single text is joined to each of the others. Instead of `input`.
+    queries, documents: the same.
+    use_activation: True: return probabilities; False: return the head's own values; None: return
+        probabilities of pairs, and a reward model's own values of `input` and `messages`.
+    """
+
     endpoint = Endpoint.SCORE
+
+    text_1: Documents | None = None
+    text_2: Documents | None = None
+    queries: Documents | None = None
+    documents: Documents | None = None
+    use_activation: bool | None = None
+
+    @property
+    def is_of_pairs(self) -> bool:
+        """Whether the request scores pairs of texts."""
+        return any((self.text_1, self.text_2, self.queries, self.documents))
+
+    def texts(self) -> Sequence[Prompt] | None:
+        """Return the prompts that the request scores; None for a chat.
+
+        Raises a validation error for texts that make no pairs.
+        """
+        if not self.is_of_pairs:
+            return self.input
+        ones, others = self.text_1 or self.queries, self.text_2 or self.documents
+        names = [name for name in _PAIRED if getattr(self, name) is not None]
+        if self.input is not None or names not in (["text_1", "text_2"], ["queries", "documents"]):
+            raise misfit(names[0], "want text_1 and text_2, or queries and documents, and no input")
+        assert ones is not None
+        assert others is not None
+        if len(ones) != len(others) and 1 not in (len(ones), len(others)):
+            raise misfit(names[0], f"want as many as {names[1]}, or a single one")
+        pairs = zip(cycle(ones), cycle(others), strict=True)
+        return [one + other for one, other in islice(pairs, max(len(ones), len(others)))]
 
     def to_call(self, context: CallContext) -> Call:
         """Return the request as a Call, the common form of all APIs, with facts from `context`."""
-        return replace(super().to_call(context), raw_scores=True)
+        activates = self.is_of_pairs if self.use_activation is None else self.use_activation
+        return replace(super().to_call(context), raw_scores=not activates)
+
+
+class RerankRequest(ApiRequest):
+    """Request of POST /v1/rerank, /v2/rerank and /rerank, in the shapes of Cohere and Jina, for
+    heads of one label.
+
+    query: text that each document is joined to, as in ScoreRequest.
+    documents: texts to put in the order of their scores.
+    top_n: number of documents in the answer; None and 0: all.
+    return_documents: whether the answer has the documents' texts.
+    use_activation: None or True: return probabilities; False: return the head's own values.
+    user: name of the request's session; chooses between two versions that share an alias.
+    """
+
+    no_ops: ClassVar[NoOps] = _NO_OPS
+
+    query: str
+    documents: Documents
+    top_n: Annotated[int, Field(ge=0, le=INT32)] | None = None
+    return_documents: bool = True
+    use_activation: bool | None = None
+    user: Annotated[str, Field(max_length=1024)] | None = None
+
+    def session(self) -> str | None:
+        """Return the name of the request's session; None if it has none."""
+        return self.user
+
+    def to_call(self, context: CallContext) -> Call:
+        """Return the request as a Call, the common form of all APIs, with facts from `context`."""
+        prompts = tuple(self.query + document for document in self.documents)
+        request = CompletionRequest.unchecked(model=self.model, prompt=prompts)
+        shown = self.documents if self.return_documents else ()
+        return replace(
+            _pooling(request.to_call(context), Endpoint.RERANK),
+            raw_scores=self.use_activation is False,
+            ranking=Ranking(shown, self.top_n or None),
+        )
 
 
 class EmbeddingsRequest(PoolRequest):
@@ -160,11 +231,22 @@ class EmbeddingsRequest(PoolRequest):
         )
 
 
-def with_pooling(call: Call, head: Head | None, embedder: Embedder, hidden: int) -> Call:
+def _pooling(call: Call, endpoint: Endpoint) -> Call:
+    """Return a call that pools its prompts instead of generating."""
+    return replace(
+        call,
+        endpoint=endpoint,
+        max_tokens=0,
+        sampling=SamplingParams(max_tokens=1, temperature=0.0),
+        own_stop=(),
+    )
+
+
+def with_pooling(call: Call, head: Head | None, embedder: Embedder | None, hidden: int) -> Call:
     """Return a call with its classification or reward head or, for embeddings, with its embedder,
     the way in which texts are embedded.
 
-    head, embedder: the base model's own, for adapters that have none.
+    head, embedder: the base model's own, for adapters that have none; None: there is none.
     hidden: number of values of the base model's hidden states.
 
     Raises InvalidInput if the called endpoint does not suit the model: if it classifies and there
@@ -174,7 +256,7 @@ def with_pooling(call: Call, head: Head | None, embedder: Embedder, hidden: int)
     own = call.adapter.head if isinstance(call.adapter, AdapterRef) else None
     head = own or head
     if call.endpoint is Endpoint.EMBEDDINGS and head is None:
-        return _with_embedder(call, _embedder(call.adapter, embedder), hidden)
+        return _with_embedder(call, _embedder(call, embedder), hidden)
     if call.endpoint.counts or (head is None and not call.endpoint.pools):
         return call
     if head is None:
@@ -187,10 +269,10 @@ def with_pooling(call: Call, head: Head | None, embedder: Embedder, hidden: int)
         does = "embed" if call.endpoint.pools else "generate"
         raise InvalidInput(
             f"model={call.model!r} has a classification head and does not {does}: ask "
-            "/v1/classify, /v1/score or /v1/pooling",
+            "/v1/classify, /v1/score, /v1/pooling or /v1/rerank",
             param="model",
         )
-    if call.endpoint is Endpoint.SCORE and len(head.labels) > 1:
+    if call.endpoint in (Endpoint.SCORE, Endpoint.RERANK) and len(head.labels) > 1:
         raise InvalidInput(
             f"model={call.model!r} has {len(head.labels)} labels, and a score is of one: ask "
             "/v1/classify",
@@ -199,14 +281,14 @@ def with_pooling(call: Call, head: Head | None, embedder: Embedder, hidden: int)
     return replace(call, head=head)
 
 
-def _embedder(adapter: Adapter | None, of_base: Embedder) -> Embedder:
+def _embedder(call: Call, of_base: Embedder | None) -> Embedder:
     """Return the way in which an adapter, or several that are added up, embed texts.
 
     of_base: the base model's, for adapters without one of their own.
 
-    Raises InvalidInput if adapters to add up differ in it.
+    Raises InvalidInput if adapters to add up differ in it, or if there is none.
     """
-    members = () if adapter is None else adapter.members
+    members = () if call.adapter is None else call.adapter.members
     ways = {member.embedder or of_base for member in members} or {of_base}
     if len(ways) > 1:
         raise InvalidInput(
@@ -214,7 +296,13 @@ def _embedder(adapter: Adapter | None, of_base: Embedder) -> Embedder:
             "agree",
             param="model",
         )
-    return ways.pop()
+    if (way := ways.pop()) is None:
+        raise InvalidInput(
+            f"model={call.model!r} embeds no texts: modules.json in its base model's folder "
+            "describes a pipeline that is not served; name an adapter with one of its own",
+            param="model",
+        )
+    return way
 
 
 def _with_embedder(call: Call, embedder: Embedder, hidden: int) -> Call:

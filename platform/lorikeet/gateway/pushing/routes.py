@@ -31,7 +31,7 @@ from lorikeet.gateway.body import (
     timed_parts,
 )
 from lorikeet.gateway.catalog_view import GatewayCatalogView
-from lorikeet.gateway.client_disconnect import wait_for_disconnect
+from lorikeet.gateway.client_connection import wait_for_disconnect
 from lorikeet.gateway.error_responses import ACCEPTED, CREATED, OK
 from lorikeet.gateway.parity import Nats, bounds_of, check_parity, parity_json
 from lorikeet.gateway.pushing.push_folders import BLOB, PushFolder

@@ -21,9 +21,11 @@ from lorikeet.apis.pooling.request import (
     ClassifyRequest,
     EmbeddingsRequest,
     PoolingRequest,
+    RerankRequest,
     ScoreRequest,
 )
 from lorikeet.apis.responses.request import InputTokensRequest, ResponsesRequest
+from lorikeet.gateway.generate import UNVERSIONED
 from lorikeet.gateway.reads import TenantReads
 from lorikeet.gateway.routes.batches import BatchRequest
 from lorikeet.gateway.tinker import requests as tinker
@@ -49,7 +51,7 @@ _REF = "#/components/schemas/{model}"
 _REQUESTS = (
     *(ChatRequest, CompletionRequest, ResponsesRequest, InputTokensRequest),
     *(MessagesRequest, CountTokensRequest, BatchRequest),
-    *(ClassifyRequest, ScoreRequest, PoolingRequest, EmbeddingsRequest),
+    *(ClassifyRequest, ScoreRequest, PoolingRequest, RerankRequest, EmbeddingsRequest),
     *(LoadRequest, SkyrlLoadRequest, UnloadRequest, TokenizeRequest, DetokenizeRequest),
     *(tinker.SamplingSessionRequest, tinker.WeightsInfoRequest),
     *(tinker.SampleRequest, tinker.FutureRequest, InferenceRequest),
@@ -177,7 +179,17 @@ def _generating() -> dict[str, Any]:
         "/v1/score": _generate("Score texts with a reward model", "ScoreRequest", _JSON),
         "/v1/embeddings": _generate("Embed texts", "EmbeddingsRequest", _JSON),
         "/v1/pooling": _generate("Compute a head's values", "PoolingRequest", _JSON),
+        "/v1/rerank": _generate("Rank documents", "RerankRequest", _JSON),
+        **_unversioned(),
     }
+
+
+def _unversioned() -> dict[str, Any]:
+    described = {}
+    for path, schema in UNVERSIONED.items():
+        summary, name = f"Alias of /v1/{path.rpartition('/')[2]}", path[1:].replace("/", "_")
+        described[path] = _generate(summary, schema.__name__, _JSON, name=name)
+    return described
 
 
 def _stored_responses() -> dict[str, Any]:

@@ -25,7 +25,7 @@ from lorikeet.errors import (
 from lorikeet.gateway.admin.blob_validation import matching_names
 from lorikeet.gateway.auth import Caller, RequestAuthenticator
 from lorikeet.gateway.body import read_json
-from lorikeet.gateway.client_disconnect import result_before_disconnect
+from lorikeet.gateway.client_connection import result_before_disconnect
 from lorikeet.gateway.generate import GenerateEndpoint
 from lorikeet.gateway.reads import TenantReads
 from lorikeet.gateway.replica_response import ReplicaResponse

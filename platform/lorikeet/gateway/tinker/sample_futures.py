@@ -12,7 +12,7 @@ from typing import Any
 from starlette.types import Message, Receive
 
 from lorikeet.errors import Expired, LorikeetError, Unavailable
-from lorikeet.gateway.client_disconnect import result_before_disconnect
+from lorikeet.gateway.client_connection import result_before_disconnect
 from lorikeet.gateway.replica_response import Headers, ReplicaResponse
 from lorikeet.logs import log_unexpected
 from lorikeet.protocol.messages import AnswerHeader, Refusal, StreamItem

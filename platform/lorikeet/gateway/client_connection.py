@@ -1,21 +1,80 @@
-"""Messages that keep an idle stream's connection open: proxies and clients close silent
-connections.
+"""Connection of a waiting client: its disconnect, which cancels the work, and keep-alive events.
+
+Proxies and clients close silent connections.
 """
 
 import asyncio
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from typing import Self
+from collections.abc import Callable, Coroutine
+from contextlib import AbstractContextManager, suppress
+from typing import Any, Self, TypeVar
 
-from starlette.types import Message, Send
+from starlette.requests import ClientDisconnect
+from starlette.types import Message, Receive, Send
 
 from lorikeet.protocol.messages import Endpoint
+
+T = TypeVar("T")
 
 KEEP_ALIVE_S = 15.0
 """Seconds without a byte after which a stream's client is sent a keep-alive event."""
 EVENT_END = b"\n\n"
 _COMMENT = b": keep-alive\n\n"
 _PING = b'event: ping\ndata: {"type": "ping"}\n\n'
+
+
+async def run_until_disconnect(receive: Receive, work: Coroutine[None, None, None]) -> None:
+    """Run `work` in the current task; if the client disconnects, cancel `work` and wait until it
+    has ended.
+
+    receive: source of the ASGI messages of a request whose body has been read.
+
+    After a disconnect this function returns normally, with the task's cancellation taken back.
+    """
+    current = asyncio.current_task()
+    assert current is not None
+    disconnected = False
+
+    async def cancel_on_disconnect() -> None:
+        nonlocal disconnected
+        with suppress(Exception):  # a connection lost in another way is a disconnect too
+            await wait_for_disconnect(receive)
+        disconnected = True
+        current.cancel()
+
+    watcher = asyncio.create_task(cancel_on_disconnect())
+    try:
+        await work
+    except asyncio.CancelledError:
+        if not disconnected or current.uncancel():
+            raise  # the server cancels this request itself
+    finally:
+        watcher.cancel()
+
+
+async def result_before_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """Return the result of `work`. Raises ClientDisconnect, after cancelling `work`, if the client
+    disconnects first.
+
+    receive: source of the ASGI messages of a request whose body has been read.
+    """
+    results = list[T]()
+
+    async def run() -> None:
+        results.append(await work)
+
+    await run_until_disconnect(receive, run())
+    if not results:
+        raise ClientDisconnect
+    return results[0]
+
+
+async def wait_for_disconnect(receive: Receive) -> None:
+    """Return when the client disconnects.
+
+    receive: source of the ASGI messages of a request whose body has been read.
+    """
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 class KeptAliveStream(AbstractContextManager["KeptAliveStream"]):
