@@ -12,7 +12,7 @@ from lorikeet_engine.request import MAX_REPETITION_PENALTY, MIN_REPETITION_PENAL
 INT32 = 2**31 - 1
 MAX_CHOICES = 128
 MAX_TEXTS = 2048
-"""Largest number of texts that one request embeds, as at OpenAI."""
+"""Largest number of texts that one request embeds, as at OpenAI, ranks, or scores in pairs."""
 MAX_STOPS = 16
 MAX_STOP_LENGTH = 256
 MAX_BIASES = 1024

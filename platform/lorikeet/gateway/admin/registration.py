@@ -210,7 +210,7 @@ class Registration:
                 return await comparison
         except TimeoutError as error:
             raise Unavailable(
-                f"no replica of {base_model} compared the copies of its weights in the file within "
+                f"no replica of {base_model} compared its weights with those in the file within "
                 f"{self._services.first_item_timeout_s:g} s: see `lorikeet status`, then try again"
             ) from error
 
