@@ -244,6 +244,23 @@ def test_texts_that_make_no_pairs_are_refused_by_name(
     assert error["param"] in ("input", "text_1", "queries")
 
 
+@pytest.mark.parametrize(
+    ("path", "one", "many"),
+    [
+        (SCORE, "text_2", "text_1"),
+        (SCORE, "queries", "documents"),
+        ("/rerank", "query", "documents"),
+    ],
+)
+def test_a_long_text_paired_with_many_is_refused_before_the_pairs_are_made(
+    gateway: Gateway, path: str, one: str, many: str
+) -> None:
+    body = {"model": "acme/reward", one: "a" * 4096, many: ["b"] * 2048}
+    error = error_of(gateway.post(path, body), 400)
+    assert error["param"] == ("text_1" if one == "text_2" else one)
+    assert "2048 pairs have 8390656 characters together, and 8388608" in error["message"]
+
+
 def by_length(call: Call) -> Items:
     """Answer each prompt with its length as the value of a head."""
 

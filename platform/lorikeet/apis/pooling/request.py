@@ -28,6 +28,10 @@ _MOST_VALUES = {False: 2**19, True: 2**22}
 (True): writing 2**19 numbers takes about a tenth of a second, in which the replica sends nothing.
 """
 
+_MOST_PAIRED = 2**23
+"""Limit on the characters of all pairs of a request. A text counts once for each of its pairs: one
+query with 2,048 documents would make 16 GiB of a body of 8 MiB.
+"""
 _PAIRED = ("text_1", "text_2", "queries", "documents")
 _NO_OPS: NoOps = {
     "add_special_tokens": (True,),
@@ -145,7 +149,7 @@ class ScoreRequest(PoolRequest):
     def texts(self) -> Sequence[Prompt] | None:
         """Return the prompts that the request scores; None for a chat.
 
-        Raises a validation error for texts that make no pairs.
+        Raises a validation error for texts that make no pairs, or pairs that are too long.
         """
         if not self.is_of_pairs:
             return self.input
@@ -157,8 +161,7 @@ class ScoreRequest(PoolRequest):
         assert others is not None
         if len(ones) != len(others) and 1 not in (len(ones), len(others)):
             raise misfit(names[0], f"want as many as {names[1]}, or a single one")
-        pairs = zip(cycle(ones), cycle(others), strict=True)
-        return [one + other for one, other in islice(pairs, max(len(ones), len(others)))]
+        return _pairs(names[0], ones, others)
 
     def to_call(self, context: CallContext) -> Call:
         """Return the request as a Call, the common form of all APIs, with facts from `context`."""
@@ -187,14 +190,25 @@ class RerankRequest(ApiRequest):
     use_activation: bool | None = None
     user: Annotated[str, Field(max_length=1024)] | None = None
 
+    def texts(self) -> tuple[str, ...]:
+        """Return the prompts that the request scores, one for each document.
+
+        Raises a validation error for prompts that are too long.
+        """
+        return _pairs("query", (self.query,), self.documents)
+
+    @model_validator(mode="after")
+    def _fits(self) -> "RerankRequest":
+        self.texts()
+        return self
+
     def session(self) -> str | None:
         """Return the name of the request's session; None if it has none."""
         return self.user
 
     def to_call(self, context: CallContext) -> Call:
         """Return the request as a Call, the common form of all APIs, with facts from `context`."""
-        prompts = tuple(self.query + document for document in self.documents)
-        request = CompletionRequest.unchecked(model=self.model, prompt=prompts)
+        request = CompletionRequest.unchecked(model=self.model, prompt=self.texts())
         shown = self.documents if self.return_documents else ()
         return replace(
             _pooling(request.to_call(context), Endpoint.RERANK),
@@ -229,6 +243,26 @@ class EmbeddingsRequest(PoolRequest):
             base64=self.encoding_format == "base64",
             raw_scores=self.use_activation is False,
         )
+
+
+def _pairs(param: str, ones: Sequence[str], others: Sequence[str]) -> tuple[str, ...]:
+    """Return the texts of pairs, the second text right behind the first; a single text is paired
+    with each of the others.
+
+    param: name of the field of `ones`, for the error.
+
+    Raises a validation error for more characters than _MOST_PAIRED.
+    """
+    count = max(len(ones), len(others))
+    characters = sum(sum(map(len, texts)) * (count // len(texts)) for texts in (ones, others))
+    if characters > _MOST_PAIRED:
+        raise misfit(
+            param,
+            f"{count} pairs have {characters} characters together, and {_MOST_PAIRED} are allowed: "
+            "send shorter texts, or fewer of them",
+        )
+    pairs = zip(cycle(ones), cycle(others), strict=True)
+    return tuple(one + other for one, other in islice(pairs, count))
 
 
 def _pooling(call: Call, endpoint: Endpoint) -> Call:
