@@ -298,6 +298,28 @@ def test_a_kept_prompt_stays_on_the_host_until_it_is_dropped(windows, tmp_path, 
     assert usage(engine.engine).of_prompts == 0
 
 
+@pytest.mark.parametrize("damaged", ["pages", "state", "adapter"])
+def test_a_kept_prompt_that_has_lost_a_page_is_to_be_computed_again(
+    damaged, tmp_path, always_fetch, small_pieces
+):
+    states = {"states": True, "cached_states": 2} if damaged == "state" else {}
+    engine = checked(tmp_path, host_pages=80, kv_pages=24, **states)
+    keep(engine, "good", adapter=GOOD)
+    names = engine.engine.keep_prompts(("good",))
+    assert names == ("good",)
+    if damaged == "adapter":
+        engine.engine._cache.forget_adapter(engine.refs[GOOD].digest)
+    else:
+        memory = engine.engine._page_copies
+        (memory._own if damaged == "pages" else memory.memory.states)._host[:, 0] ^= 1
+        for first in range(40, 50):
+            answer(engine, (first, *LONG[1:]))
+        answer(engine, adapter=GOOD)
+    assert engine.engine.keep_prompts(names) == ()
+    keep(engine, "good", adapter=GOOD)
+    assert engine.engine.keep_prompts(names) == names
+
+
 def test_kept_prompts_take_half_of_the_host_and_tenants_share_it(tmp_path):
     engine = checked(tmp_path, host_pages=40)
     for which in range(3):
