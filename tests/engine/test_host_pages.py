@@ -342,7 +342,7 @@ def test_kept_prompts_take_half_of_the_host_and_tenants_share_it(tmp_path):
 COUNTED = Counter()
 
 
-@given(
+CHURNS = given(
     seed=st.integers(0, 2**32),
     host_pages=st.sampled_from((60, 30, 12, 1)),
     room=st.sampled_from((40, 3)),
@@ -350,6 +350,8 @@ COUNTED = Counter()
     overlap=st.booleans(),
     states=st.sampled_from((False, False, True)),
 )
+
+
 def churn(folder, seed, host_pages, room, windows, overlap, states):
     """Answer random requests while pages come and go, some damaged."""
     chance = Random(seed)
@@ -396,7 +398,7 @@ def test_answers_are_the_same_while_pages_come_and_go(
     examples, tmp_path, always_fetch, small_pieces
 ):
     COUNTED.clear()
-    settings(max_examples=examples, deadline=None, derandomize=True)(churn)(tmp_path)
+    settings(max_examples=examples, deadline=None, derandomize=True)(CHURNS(churn))(tmp_path)
     rare = ("damaged", "preempted", "of_prompts", "states_fetched") if examples > 3 else ()
     for event in ("fetched", "evicted", *rare):
         assert COUNTED[event] > 0, COUNTED
