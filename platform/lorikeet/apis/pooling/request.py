@@ -7,7 +7,6 @@ four alone. Models without a head embed texts.
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import cycle, islice
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
@@ -18,7 +17,7 @@ from lorikeet.apis.chat.request import ChatRequest, TemplateFields
 from lorikeet.apis.completions.request import CompletionRequest
 from lorikeet.apis.fields import INT32, Documents, Prompt, Prompts, Texts
 from lorikeet.apis.request import ApiRequest, CallContext
-from lorikeet.errors import InvalidInput
+from lorikeet.errors import InvalidInput, RequestTooLarge
 from lorikeet.protocol.messages import Call, Endpoint, Ranking
 from lorikeet_engine.adapter import AdapterRef, Embedder, Head
 from lorikeet_engine.request import SamplingParams
@@ -28,9 +27,9 @@ _MOST_VALUES = {False: 2**19, True: 2**22}
 (True): writing 2**19 numbers takes about a tenth of a second, in which the replica sends nothing.
 """
 
-_MOST_PAIRED = 2**23
-"""Limit on the characters of all pairs of a request. A text counts once for each of its pairs: one
-query with 2,048 documents would make 16 GiB of a body of 8 MiB.
+_MOST_CHARACTERS = 2**23
+"""Limit on the characters of a request's pairs together, as many as the largest body has. Without
+this limit, a body of 4 MiB could join a long text to each of 2,048 short ones.
 """
 _PAIRED = ("text_1", "text_2", "queries", "documents")
 _NO_OPS: NoOps = {
@@ -149,7 +148,7 @@ class ScoreRequest(PoolRequest):
     def texts(self) -> Sequence[Prompt] | None:
         """Return the prompts that the request scores; None for a chat.
 
-        Raises a validation error for texts that make no pairs, or pairs that are too long.
+        Raises a validation error for texts that make no pairs, RequestTooLarge for long pairs.
         """
         if not self.is_of_pairs:
             return self.input
@@ -161,7 +160,7 @@ class ScoreRequest(PoolRequest):
         assert others is not None
         if len(ones) != len(others) and 1 not in (len(ones), len(others)):
             raise misfit(names[0], f"want as many as {names[1]}, or a single one")
-        return _pairs(names[0], ones, others)
+        return _joined(ones, others)
 
     def to_call(self, context: CallContext) -> Call:
         """Return the request as a Call, the common form of all APIs, with facts from `context`."""
@@ -190,25 +189,14 @@ class RerankRequest(ApiRequest):
     use_activation: bool | None = None
     user: Annotated[str, Field(max_length=1024)] | None = None
 
-    def texts(self) -> tuple[str, ...]:
-        """Return the prompts that the request scores, one for each document.
-
-        Raises a validation error for prompts that are too long.
-        """
-        return _pairs("query", (self.query,), self.documents)
-
-    @model_validator(mode="after")
-    def _fits(self) -> "RerankRequest":
-        self.texts()
-        return self
-
     def session(self) -> str | None:
         """Return the name of the request's session; None if it has none."""
         return self.user
 
     def to_call(self, context: CallContext) -> Call:
         """Return the request as a Call, the common form of all APIs, with facts from `context`."""
-        request = CompletionRequest.unchecked(model=self.model, prompt=self.texts())
+        prompts = _joined((self.query,), self.documents)
+        request = CompletionRequest.unchecked(model=self.model, prompt=prompts)
         shown = self.documents if self.return_documents else ()
         return replace(
             _pooling(request.to_call(context), Endpoint.RERANK),
@@ -245,24 +233,20 @@ class EmbeddingsRequest(PoolRequest):
         )
 
 
-def _pairs(param: str, ones: Sequence[str], others: Sequence[str]) -> tuple[str, ...]:
-    """Return the texts of pairs, the second text right behind the first; a single text is paired
-    with each of the others.
+def _joined(ones: Sequence[str], others: Sequence[str]) -> Sequence[str]:
+    """Return the prompts of pairs: the texts of both lists joined in order, or a single text of one
+    list with each text of the other.
 
-    param: name of the field of `ones`, for the error.
-
-    Raises a validation error for more characters than _MOST_PAIRED.
+    Raises RequestTooLarge beyond _MOST_CHARACTERS.
     """
     count = max(len(ones), len(others))
-    characters = sum(sum(map(len, texts)) * (count // len(texts)) for texts in (ones, others))
-    if characters > _MOST_PAIRED:
-        raise misfit(
-            param,
-            f"{count} pairs have {characters} characters together, and {_MOST_PAIRED} are allowed: "
-            "send shorter texts, or fewer of them",
+    first, second = ([*texts] * (count // len(texts)) for texts in (ones, others))
+    if (size := sum(map(len, first)) + sum(map(len, second))) > _MOST_CHARACTERS:
+        raise RequestTooLarge(
+            f"the pairs have {size} characters together, and the limit here is {_MOST_CHARACTERS}: "
+            "send fewer in a request"
         )
-    pairs = zip(cycle(ones), cycle(others), strict=True)
-    return tuple(one + other for one, other in islice(pairs, count))
+    return tuple(map(str.__add__, first, second))
 
 
 def _pooling(call: Call, endpoint: Endpoint) -> Call:
