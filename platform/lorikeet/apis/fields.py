@@ -71,7 +71,7 @@ def _parse_documents(value: object) -> tuple[str, ...]:
         each["text"] if isinstance(each, dict) and [*each] == ["text"] else each for each in listed
     ]
     if not all(isinstance(text, str) for text in texts):
-        raise ValueError("want a string, or a list of strings or of objects with a text")
+        raise ValueError("want a string, or a list of strings or of objects with `text` alone")
     return tuple(texts)
 
 
