@@ -211,13 +211,15 @@ class Engine:
     def keep_prompts(self, names: Collection[str]) -> Collection[str] | None:
         """Keep in host memory the pages of the prompts with these names (Request.keeps) alone.
 
-        Returns the names of prompts that were computed and not dropped so far, whether there was
-        room for their pages or not; None without host memory for pages.
+        Returns the names of prompts that were computed and have lost no page since, whether there
+        was room for their pages or not; None without host memory for pages.
         """
         self._kept_names = names
         self.wake()
-        host = self._cache.host
-        return None if host is None else tuple(host.kept)
+        host, states = self._cache.host, self._cache.host_states
+        if host is None:
+            return None
+        return tuple(name for name in host.kept if states is None or name in states.kept)
 
     def prefetch(self, ref: AdapterRef, tier: Residency = Residency.GPU, uses: float = 0.0) -> None:
         """Load an adapter up to `tier` if there is memory for it.

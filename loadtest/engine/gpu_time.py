@@ -18,7 +18,7 @@ _KINDS = (
     ("copies", r"^Mem(cpy|set)"),
     ("shrink", r"shrink"),
     ("expand", r"^_expand"),
-    ("LoRA's lists and rows", r"^_(list_owners|list_tiles|gather|place_logits)"),
+    ("LoRA's lists and rows", r"^_(list_owners|list_tiles|gather|replace_logits)"),
     (
         "delta nets",
         r"^_((decode|prefill)_convolution|decode_(delta_rule|with_ring)|(solve|scan)_chunks)",

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from lorikeet.catalog.catalog import AdapterCatalog
+from lorikeet.catalog.changes import Change, Pinned, TenantOptionsSet, schema_of
 from lorikeet.catalog.reader import CatalogReader
 from lorikeet.catalog.records import PinRecord, VersionRecord
 from lorikeet.catalog.rules.pin_budget import versions_kept
@@ -214,6 +215,22 @@ def test_a_pins_prompt_stays_until_it_is_removed(
     assert left == replace(again, prompt=None, created=left.created, actor="bob")
     with pytest.raises(NotFound, match="no pin with a prompt"):
         catalog.remove_prompt("acme", "support", actor="bob")
+
+
+@pytest.mark.parametrize(
+    ("change", "schema"),
+    [
+        (Pinned(tenant="acme", name="support"), 1),
+        (Pinned(tenant="acme", name="support", prompt="You are a clerk."), 2),
+        (TenantOptionsSet(tenant="acme", options={"max_adapters": 1}), 1),
+        (TenantOptionsSet(tenant="acme", options={"cost_per_month": 1.0}), 2),
+        (TenantOptionsSet(tenant="acme", options={"open_batches": 1}), 2),
+    ],
+)
+def test_readers_that_would_lose_a_prompt_or_a_limit_refuse_its_entry(
+    change: Change, schema: int
+) -> None:
+    assert schema_of([change]) == schema
 
 
 @pytest.mark.parametrize(

@@ -73,6 +73,22 @@ def test_a_pins_prompt_is_read_shown_and_removed(registered: Lorikeet, tmp_path:
     assert pins_of(registered)["acme/support"]["priority"] == 1
 
 
+def test_a_tenants_name_alone_removes_no_prompt(registered: Lorikeet, tmp_path: Path) -> None:
+    registered.do("register", str(peft_folder(tmp_path / "prompt")), "acme/prompt")
+    registered.do("pin", "acme/prompt")
+    refused = registered.run("unpin", "acme", "--prompt")
+    assert refused.exit_code == 2
+    assert "want TENANT/NAME" in refused.stderr
+    assert "acme/prompt" in pins_of(registered)
+
+
+def test_a_prompt_that_is_no_text_is_refused(registered: Lorikeet, tmp_path: Path) -> None:
+    file = tmp_path / "prompt.txt"
+    file.write_bytes(b"\xff\xfe")
+    refused = registered.run("pin", "acme/support", "--prompt", str(file))
+    assert "is no text in UTF-8" in refused.stderr
+
+
 def test_status_counts_computed_prompts(registered: Lorikeet) -> None:
     one = replica("r1", 2**20)
     registered.engines.said = [replace(one, prompts={"a": None, "b": ""}), one]

@@ -6,7 +6,7 @@ tokens or of another adapter becomes a wrong token.
 
 import logging
 import threading
-from collections import Counter
+from collections import Counter, deque
 from contextlib import nullcontext
 from itertools import product
 from random import Random
@@ -298,6 +298,28 @@ def test_a_kept_prompt_stays_on_the_host_until_it_is_dropped(windows, tmp_path, 
     assert usage(engine.engine).of_prompts == 0
 
 
+@pytest.mark.parametrize("damaged", ["pages", "state", "adapter"])
+def test_a_kept_prompt_that_has_lost_a_page_is_to_be_computed_again(
+    damaged, tmp_path, always_fetch, small_pieces
+):
+    states = {"states": True, "cached_states": 2} if damaged == "state" else {}
+    engine = checked(tmp_path, host_pages=80, kv_pages=24, **states)
+    keep(engine, "good", adapter=GOOD)
+    names = engine.engine.keep_prompts(("good",))
+    assert names == ("good",)
+    if damaged == "adapter":
+        engine.engine._cache.forget_adapter(engine.refs[GOOD].digest)
+    else:
+        memory = engine.engine._page_copies
+        (memory._own if damaged == "pages" else memory.memory.states)._host[:, 0] ^= 1
+        for first in range(40, 50):
+            answer(engine, (first, *LONG[1:]))
+        answer(engine, adapter=GOOD)
+    assert engine.engine.keep_prompts(names) == ()
+    keep(engine, "good", adapter=GOOD)
+    assert engine.engine.keep_prompts(names) == names
+
+
 def test_kept_prompts_take_half_of_the_host_and_tenants_share_it(tmp_path):
     engine = checked(tmp_path, host_pages=40)
     for which in range(3):
@@ -317,10 +339,23 @@ def test_kept_prompts_take_half_of_the_host_and_tenants_share_it(tmp_path):
     assert usage(engine.engine).of_prompts == 8
 
 
+def test_a_prompt_whose_state_has_no_room_takes_no_pages(tmp_path, small_pieces):
+    engine = checked(tmp_path, host_pages=2 * 40, states=True, cached_states=2)
+    states = engine.engine._cache.host_states
+    states.slots = 2  # one of them for kept prompts
+    states._free = deque(range(2))
+    keep(engine, "one", salt="acme")
+    kept = usage(engine.engine).of_prompts
+    assert kept == len(LONG) // PAGE - 1
+    keep(engine, "two", (9, *LONG[1:]), salt="acme")
+    assert engine.engine.keep_prompts(()) == ("one", "two")
+    assert usage(engine.engine).of_prompts == kept
+
+
 COUNTED = Counter()
 
 
-@given(
+CHURNS = given(
     seed=st.integers(0, 2**32),
     host_pages=st.sampled_from((60, 30, 12, 1)),
     room=st.sampled_from((40, 3)),
@@ -328,6 +363,8 @@ COUNTED = Counter()
     overlap=st.booleans(),
     states=st.sampled_from((False, False, True)),
 )
+
+
 def churn(folder, seed, host_pages, room, windows, overlap, states):
     """Answer random requests while pages come and go, some damaged."""
     chance = Random(seed)
@@ -374,7 +411,7 @@ def test_answers_are_the_same_while_pages_come_and_go(
     examples, tmp_path, always_fetch, small_pieces
 ):
     COUNTED.clear()
-    settings(max_examples=examples, deadline=None, derandomize=True)(churn)(tmp_path)
+    settings(max_examples=examples, deadline=None, derandomize=True)(CHURNS(churn))(tmp_path)
     rare = ("damaged", "preempted", "of_prompts", "states_fetched") if examples > 3 else ()
     for event in ("fetched", "evicted", *rare):
         assert COUNTED[event] > 0, COUNTED

@@ -10,6 +10,7 @@ from safetensors.numpy import load_file, save_file
 from lorikeet_engine.adapter_format import AdapterMemory, write_blob
 from tests.gateway.conftest import make_blob, make_peft, serving
 from tests.gateway.test_bad_requests import error_of
+from tests.gateway.test_upload import with_head
 
 ELEMENTS = 2 * (8 + 8)  # rank 2 of one linear of 8 by 8
 
@@ -38,6 +39,31 @@ def test_an_adapter_too_large_for_every_engine_is_refused(tmp_path: Path) -> Non
         "takes 128 bytes as float16 on a GPU and the engines' memory for adapters there holds 64"
         in (error["message"])
     )
+
+
+def test_a_whole_head_needs_room_for_the_rows_that_differ_alone(tmp_path: Path) -> None:
+    made, _ = with_head(tmp_path, modules_to_save=["lm_head"])
+    room = 4 * (ELEMENTS + 2 * 16)  # aligned: one row, and its id
+    with serving(tmp_path, adapter_memory=AdapterMemory("float32", room, room)) as gateway:
+        gateway.engines.changed = [3]
+        answer = gateway.upload("acme/headed", made)
+        assert answer.json()["gpu_bytes"] == room
+        gateway.engines.changed = [3, 9, 17]
+        error = error_of(gateway.upload("acme/headed", made), 422)
+    assert (error["code"], error["param"]) == ("invalid_adapter", "gpu_bytes")
+
+
+def test_a_head_of_which_more_rows_differ_than_are_listed_stays_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, _ = with_head(tmp_path, modules_to_save=["lm_head"])
+    monkeypatch.setattr("lorikeet.gateway.admin.registration.MAX_LISTED", 2)
+    with serving(tmp_path, adapter_memory=AdapterMemory("float32", 4 * 64)) as gateway:
+        gateway.engines.changed = [3, 9]
+        assert gateway.upload("acme/headed", made).json()["touches"]["tokens"] == 2
+        gateway.engines.changed = [3, 9, 17]
+        error = error_of(gateway.upload("acme/headed", made), 422)
+    assert "takes" in error["message"]
 
 
 def test_gpu_bytes_are_per_gpu_with_tensor_parallelism(tmp_path: Path) -> None:

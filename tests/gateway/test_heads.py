@@ -244,6 +244,14 @@ def test_texts_that_make_no_pairs_are_refused_by_name(
     assert error["param"] in ("input", "text_1", "queries")
 
 
+def test_pairs_of_a_small_body_are_bounded_together(gateway: Gateway) -> None:
+    long, short = "a " * 2**12, ["b"] * 2048
+    for path, names in ((SCORE, ("text_1", "text_2")), ("/v1/rerank", ("query", "documents"))):
+        body = {"model": "acme/reward", **dict(zip(names, (long, short), strict=True))}
+        error = error_of(gateway.post(path, body), 413)
+        assert "send fewer" in error["message"]
+
+
 def by_length(call: Call) -> Items:
     """Answer each prompt with its length as the value of a head."""
 

@@ -5,6 +5,7 @@ import json
 import re
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,15 @@ import openai
 import pytest
 
 from lorikeet.apis.chat.answer import EventStream
-from lorikeet.catalog.records import Scope
-from lorikeet.errors import LimitStatus, StoreRefused, Unavailable
+from lorikeet.batch_store import BatchStore
+from lorikeet.catalog.records import Scope, TenantRecord
+from lorikeet.catalog.store.local import LocalStore
+from lorikeet.catalog.store.object_store import StoredObject
+from lorikeet.errors import LimitStatus, StoreError, StoreRefused, Unavailable
+from lorikeet.file_store import FileStore
 from lorikeet.gateway.error_responses import error_response
+from lorikeet.gateway.routes.files import StoredFiles
+from lorikeet.gateway.routes.limits import FilesUse
 from lorikeet.prices import COST_UNITS, FREE, Price
 from lorikeet.protocol.messages import AnswerHeader, Call, FinalUsage, Refusal, RunningUsage
 from lorikeet.tenancy.rate_limiter import limit_headers
@@ -430,3 +437,23 @@ def test_a_tenant_without_limits_has_none_to_show(gateway: Gateway) -> None:
     answer = gateway.request("GET", "/v1/limits", gateway.keys["globex"]).json()
     services = {"files_bytes", "max_files", "open_batches"}
     assert ({row["limit"] for row in answer["data"]}, answer["adapters"]) == (services, None)
+
+
+def test_a_store_that_failed_is_not_asked_for_the_use_of_files_again_at_once(
+    tmp_path: Path,
+) -> None:
+    class Away(LocalStore):
+        reads = 0
+
+        def scan(self, prefix: str) -> Iterator[StoredObject]:
+            self.reads += 1
+            raise StoreError(prefix)
+
+    async def shown() -> list[list[float | None]]:
+        files = StoredFiles(FileStore(store, 100, time.time))
+        use = FilesUse(files, BatchStore(store, 20, time.time))
+        return [[row.used for row in await use.limits(TenantRecord("acme", 0.0))] for _ in "ab"]
+
+    store = Away(tmp_path)
+    assert asyncio.run(shown()) == [[None] * 3] * 2
+    assert store.reads == 1

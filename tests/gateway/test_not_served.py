@@ -50,7 +50,7 @@ def test_a_field_that_is_not_served_is_refused_by_name(
     assert field in error["message"]
 
 
-@pytest.mark.parametrize("path", ["rerank", "audio/speech", "images/generations", "moderations"])
+@pytest.mark.parametrize("path", ["audio/speech", "images/generations", "moderations"])
 def test_an_endpoint_that_is_not_served_is_refused_by_name(gateway: Gateway, path: str) -> None:
     answer = gateway.post(f"/v1/{path}", {"model": "tiny"})
     assert answer.status_code == 404

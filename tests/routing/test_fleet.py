@@ -213,6 +213,18 @@ def test_a_prompt_goes_to_the_replica_that_computed_its_prefix(gateway):
     assert "r2" not in gateway.firsts(ask)
 
 
+def test_a_replica_that_is_gone_adds_no_prefixes(gateway):
+    gateway.receive("r2", prefix_room=PrefixRoom(0, 4000, 1000))
+    hashes = prefix_hashes(array("i", range(4000)))
+    ask = BASE._replace(work=Work(4000), prefix_hashes=hashes)
+    gateway.fleet.on_begun("late")
+    gateway.fleet.assign("late", "r2", ask)
+    gateway.fleet.set_replicas(["r0"])
+    gateway.fleet.on_accepted("late", "r2")
+    assert gateway.fleet.accepted_by("late") == "r2"
+    assert gateway.fleet._prefixes.host_tokens(hashes, "r2", 4000) == 0
+
+
 @pytest.mark.parametrize("on_host", [True, False])
 def test_a_prefix_that_left_the_gpu_counts_only_if_the_host_has_it(gateway, on_host):
     def ask(first):

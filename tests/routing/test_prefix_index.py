@@ -81,6 +81,13 @@ def test_the_least_recently_computed_blocks_are_dropped():
     assert [list(each) for each in found] == [["again"], [], ["c"], ["d"]]
 
 
+def test_a_prefix_beyond_a_replicas_room_loses_its_end():
+    known, chain = PrefixIndex(), prefix_hashes(text("a", "b", "c"))
+    known.add(chain, "r", PrefixRoom(BLOCK_TOKENS, BLOCK_TOKENS, 8))
+    assert known.cached_tokens(chain) == {"r": 2 * BLOCK_TOKENS}
+    assert known.host_tokens(chain[:1], "r", BLOCK_TOKENS) == 0
+
+
 BLOCKS = st.lists(st.sampled_from("abcdef"), min_size=1, max_size=4).map(lambda of: text(*of))
 
 
@@ -98,7 +105,8 @@ def test_blocks_leave_the_gpu_for_the_host_and_then_the_replica(computed, asked,
     for prompt, replica in computed:
         chain = prefix_hashes(prompt)
         known.add(chain, replica, room)
-        recent[replica] = [each for each in recent[replica] if each not in chain] + [*chain]
+        recent[replica] = [each for each in recent[replica] if each not in chain]
+        recent[replica] += reversed(chain)
         last |= dict.fromkeys(chain, replica)
     chain, expected = prefix_hashes(asked), dict[str, int]()
     for count, block in enumerate(chain, 1):

@@ -10,6 +10,7 @@ from lorikeet.prices import COST_UNITS
 from lorikeet.tenancy.limit_shares import LimitShares
 from lorikeet.tenancy.monthly_budget import MonthlyBudget
 from lorikeet.tenancy.rate_limiter import RateLimiter, RateLimitHold
+from lorikeet.tenancy.token_bucket import TokenBucket
 from lorikeet.usage.ledger import NOTHING, UsageCounts
 from tests.tenancy.gateways import Clock, Gateway, agree, settled
 
@@ -32,6 +33,15 @@ def wait_s(gateway: Gateway, limits: Limits, tokens: int = 1, **who: object) -> 
         gateway.enter(limits, tokens, **who)
     assert raised.value.retry_after_s is not None
     return raised.value.retry_after_s
+
+
+def test_the_use_shown_follows_a_smaller_share_and_a_lower_limit() -> None:
+    bucket = TokenBucket("tokens", 6000, 60.0, 1.0, 0.0)
+    bucket.count(3000, 0.0)
+    bucket.change(6000, 60.0, 0.5, 0.0)
+    assert bucket.used(0.0) == 3000
+    bucket.change(60, 60.0, 0.5, 0.0)
+    assert (bucket.used(0.0), bucket.used(30.0)) == (30, 0)
 
 
 def test_requests_are_admitted_up_to_the_burst_and_then_at_the_rate(

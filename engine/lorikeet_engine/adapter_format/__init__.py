@@ -86,6 +86,7 @@ from lorikeet_engine.adapter_format.spec import (
     aligned,
     read_spec,
 )
+from lorikeet_engine.adapter_format.token_rows import MAX_LISTED
 from lorikeet_engine.adapter_format.trtllm import has_trtllm_pair, read_trtllm_pair
 from lorikeet_engine.adapter_format.values import SCAN_ALIGNMENT, ValueScan, check_values
 
@@ -98,6 +99,7 @@ __all__ = [
     "FLOAT32_MEMORY",
     "INDEX_FILE",
     "MAX_INDEX_BYTES",
+    "MAX_LISTED",
     "MLX_WEIGHTS_FILE",
     "OUTER_MODULES",
     "SCAN_ALIGNMENT",

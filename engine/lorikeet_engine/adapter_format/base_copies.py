@@ -26,7 +26,6 @@ from lorikeet_engine.adapter_format.header import (
 from lorikeet_engine.adapter_format.saved_weights import SavedTensor
 from lorikeet_engine.adapter_format.tensor_names import whole_name
 from lorikeet_engine.adapter_format.token_rows import (
-    MAX_LISTED,
     MODULES_KEY,
     TOKENS_KEY,
     parse_rows,
@@ -144,16 +143,15 @@ def whole_modules(blob: Path) -> tuple[WholeModule, ...]:
 def keep_rows(blob: Path, out: Path, kept: Mapping[str, Sequence[int]]) -> None:
     """Write an adapter's file that has only some rows of modules that were trained whole.
 
-    A module of which more than MAX_LISTED rows are kept stays whole.
-
-    kept: ids of the rows to keep, ascending, by module: embed_tokens or lm_head.
+    kept: ids of the rows to keep, ascending, by module: embed_tokens or lm_head. Other modules stay
+        whole.
     """
     header, places, pieces = read_header(blob), {}, dict[str, list[tuple[int, int]]]()
     listed = dict(parse_rows(header.metadata, MODULES_KEY))
     for name, span in header.tensors.items():
         module = next((each for each in listed if whole_name(each) == name), None)
         ids = None if module is None else kept.get(module.rpartition(".")[2])
-        if module is None or ids is None or len(ids) > MAX_LISTED:
+        if module is None or ids is None:
             places[name], pieces[name] = (span.dtype, span.shape), [(span.begin, span.size_bytes)]
             continue
         listed[module] = tuple(ids)

@@ -9,7 +9,7 @@ a whole module stands for itself.
 """
 
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -211,11 +211,6 @@ def read_token_rows(
 def _require(good: bool, module: str, fault: str) -> None:
     if not good:
         raise AdapterRejected(f"trained tokens of {module}: {fault}", field=module)
-
-
-def digits(ids: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """Yield the three base-256 digits of each token id, lowest first."""
-    return ((each & 255, each >> 8 & 255, each >> 16) for each in ids)
 
 
 def _checked(ids: Any, field: str) -> tuple[int, ...]:

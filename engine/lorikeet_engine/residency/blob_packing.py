@@ -15,12 +15,12 @@ from itertools import groupby, pairwise, product
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from lorikeet_engine.adapter_format import ALIGNMENT, AdapterSpec, LinearLora, TensorSpan
 from lorikeet_engine.adapter_format.families import SCORE
 from lorikeet_engine.adapter_format.header import DTYPE_BYTES
-from lorikeet_engine.adapter_format.token_rows import digits
 from lorikeet_engine.errors import AdapterRejected
 from lorikeet_engine.residency.base_rows import BaseRows
 from lorikeet_engine.residency.checksums import LayerSums, layer_sums
@@ -412,7 +412,8 @@ def _write_token_rows(
         for part in spec.token_rows:
             at, ids_at, count = layout.rows[-1, part.linear].tolist()
             rows = out[at : at + math.prod(part.rows.shape)].view(part.rows.shape)
-            places = torch.tensor(part.ids).argsort().argsort()  # the rows' ids ascend
+            ids, order = torch.from_numpy(np.array(part.ids)).sort()
+            places = order.argsort()  # the rows' ids ascend
             row_bytes, done = part.rows.size_bytes // count, 0
             for some in torch.split(places, max(1, _BYTES_TOGETHER // row_bytes)):
                 stored = torch.empty(len(some) * row_bytes, dtype=torch.uint8)
@@ -421,8 +422,8 @@ def _write_token_rows(
                 values = stored.view(_DTYPES[part.rows.dtype]).view(len(some), -1)
                 rows[some] = values.to(rows.dtype)
                 done += len(some)
-            ids = torch.tensor(list(digits(sorted(part.ids))))
-            out[ids_at : ids_at + 3 * count].view(count, 3).copy_(ids)
+            digits = torch.stack([ids & 255, ids >> 8 & 255, ids >> 16], 1)
+            out[ids_at : ids_at + 3 * count].view(count, 3).copy_(digits)
             if not _finite(rows):
                 name = part.matrix()
                 raise AdapterRejected(f"{name} does not fit {out.dtype}", field=name)

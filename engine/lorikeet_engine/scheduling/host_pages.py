@@ -261,7 +261,9 @@ class HostPages:
         return self.pages_of[cached.group].get(cached.key) == slot
 
     def forget(self, slots: Iterable[int]) -> None:
-        """Drop the pages in these slots, so that no sequence finds them."""
+        """Drop the pages in these slots, so that no sequence finds them, and the kept prompts that
+        have such a page.
+        """
         for slot in slots:
             cached = self._pages.pop(slot, None)
             if cached is None:
@@ -275,6 +277,9 @@ class HostPages:
                 del self._of_tenants[cached.tenant]
             if slot not in self._holds:
                 self._free.append(slot)
+            if (cached.group, cached.key) in self._keepers:
+                for name in [name for name, pages in self.kept.items() if cached in pages]:
+                    self._drop(name)
 
     def forget_keys(self, keys: Iterable[bytes]) -> None:
         """Drop the pages with these keys, in all groups of layers."""

@@ -546,6 +546,8 @@ class KVCache(PagePool):
                 CachedPage(0, key, kv.adapter_of(len(keys) - 1), kv.tenant) for key in keys[-1:]
             ]
             self.host_states.keep(name, states)
+            if not self.host_states.kept[name]:
+                keys = []  # without the state, nothing finds the pages
         begins = self._needed_from(len(keys))
         self.host.keep(
             name,

@@ -4,7 +4,7 @@ chat/         /v1/chat/completions
 completions/  /v1/completions, with the answers of chat/
 responses/    /v1/responses, as a chat
 messages/     /v1/messages, as a chat
-pooling/      /v1/classify, /v1/score, /v1/pooling and /v1/embeddings
+pooling/      /v1/classify, /v1/score, /v1/pooling, /v1/rerank and /v1/embeddings
 
 Each folder has request.py, the schema of a request, which becomes a Call (protocol/messages.py) in
 a gateway, and answer.py, the bytes that a replica makes of the call's choices (text/choice.py).

@@ -12,7 +12,7 @@ from lorikeet_engine.request import MAX_REPETITION_PENALTY, MIN_REPETITION_PENAL
 INT32 = 2**31 - 1
 MAX_CHOICES = 128
 MAX_TEXTS = 2048
-"""Largest number of texts that one request embeds, as at OpenAI."""
+"""Largest number of texts that one request embeds, as at OpenAI, ranks, or scores in pairs."""
 MAX_STOPS = 16
 MAX_STOP_LENGTH = 256
 MAX_BIASES = 1024
@@ -71,7 +71,7 @@ def _parse_documents(value: object) -> tuple[str, ...]:
         each["text"] if isinstance(each, dict) and [*each] == ["text"] else each for each in listed
     ]
     if not all(isinstance(text, str) for text in texts):
-        raise ValueError("want a string, or a list of strings or of objects with a text")
+        raise ValueError("want a string, or a list of strings or of objects with `text` alone")
     return tuple(texts)
 
 

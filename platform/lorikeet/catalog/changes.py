@@ -22,8 +22,12 @@ SCHEMA = 2
 Schema 2 adds fields that a reader of schema 1 would ignore: invocation tokens, so that an activated
 LoRA would change whole prompts; heads, so that a classification adapter would generate; embedders,
 so that texts would be embedded as the base model embeds them; patterns of keys that infer, so that
-such a key could use all adapters; and budgets in money.
+such a key could use all adapters; budgets in money; tenants' limits on files and batches; and
+prompts of pins.
 """
+_NEW_OPTIONS = frozenset(
+    ("cost_per_month", "files_bytes", "max_files", "open_batches", "batch_lines")
+)  # options of tenants that schema 1 lacks
 
 
 def _parse_tier(value: object) -> object:
@@ -313,7 +317,9 @@ def schema_of(changes: Iterable[Change]) -> int:
                 tokens or head or own
             ):
                 return SCHEMA
-            case TenantOptionsSet(options={"cost_per_month": _}) | Pinned(prompt=str()):
+            case TenantOptionsSet(options=options) if not _NEW_OPTIONS.isdisjoint(options):
+                return SCHEMA
+            case Pinned(prompt=str()):
                 return SCHEMA
             case KeyCreated(scopes=scopes):
                 pushes = pushes or Scope.PUBLISH in scopes

@@ -34,8 +34,9 @@ READ_SCHEMAS = (2, 3, 4, 5)
 """Format versions that this release reads.
 
 Adapter versions lack `touches` in schema 2, lack trained tokens and `trained_on` in schemas 2 and
-3, and lack invocation tokens, heads, embedders and request defaults in schemas 2 to 4, where only
-publish keys have adapters. Releases that know no parity proofs ignore them.
+3, and lack invocation tokens, heads, embedders and request defaults in schemas 2 to 4. In schemas 2
+to 4, only publish keys have adapters, tenants lack budgets in money and limits on files and
+batches, and pins lack prompts. Releases that know no parity proofs ignore them.
 """
 
 Json = Any

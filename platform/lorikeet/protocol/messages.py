@@ -28,7 +28,7 @@ class Endpoint(Enum):
 
     COUNT_TOKENS and INPUT_TOKENS use no replica: the answer is the number of the prompt's tokens.
     CLASSIFY, SCORE and POOLING answer with the values of a head for each prompt, RERANK with the
-    prompts in their order, EMBEDDINGS with a vector for each prompt.
+    documents by falling score, EMBEDDINGS with a vector for each prompt.
     """
 
     CHAT = "chat.completions"

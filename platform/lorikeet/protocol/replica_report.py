@@ -19,8 +19,8 @@ class ReplicaReport:
     quantization: format to which the base model's linears are rounded, in words; None if they are
         not.
     fp8_kv: whether the KV cache is FP8 instead of the base model's dtype.
-    prompts: by PinnedPrompt.name, None for a pinned prompt that is computed, else the reason why
-        its last computation failed.
+    prompts: by PinnedPrompt.name, None for a pinned prompt that is computed, "" for one that is not
+        yet, else the reason why its last computation failed.
     """
 
     replica: str

@@ -12,7 +12,7 @@ The path of an answer, from the engine's tokens to the client's bytes at a gatew
        ├ ChoiceStream   one a choice:                           ResponseBuffer     one a call
        │   Detokenizer    ids → text, stop strings                 ▲ joins deltas that come faster
        │   reasoning      text → thinking and answer               │ than the gateway sends them
-       │   tool_calls     text → tool calls                        │
+       │   tools/         text → tool calls                        │
        │   logprobs       tokens → log probabilities               │
        ├ PromptLogprobsJson   one a prompt, where                  │
        │                  prompt logprobs are asked for            │

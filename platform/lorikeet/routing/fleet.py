@@ -293,8 +293,9 @@ class Fleet:
                 sent = self._in_flight[request_id]
             if sent is not None:
                 sent.accepted_s = self._clock()
-                room = sent.replica.prefix_room
-                self._prefixes.add(sent.request.prefix_hashes, replica, room)
+                if replica in self._replicas:
+                    room = sent.replica.prefix_room
+                    self._prefixes.add(sent.request.prefix_hashes, replica, room)
 
     def accepted_by(self, request_id: str) -> str | None:
         """Return the replica that accepted a request; None if none has."""

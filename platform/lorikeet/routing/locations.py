@@ -188,8 +188,9 @@ class PrefixIndex:
     """Index that gives, for each block of BLOCK_TOKENS prompt tokens, the replica that computed it
     last, and whether its KV pages have left the GPU for the replica's host.
 
-    A replica with known room (PrefixRoom) is assumed to move its least recently computed blocks
-    from the GPU to the host, and to drop those for which the host has no room.
+    A replica with known room (PrefixRoom) is assumed to move its least recently computed blocks,
+    of a prompt the last ones first, from the GPU to the host, and to drop those for which the host
+    has no room.
 
     max_blocks: maximum number of blocks to keep; the least recently computed is dropped first.
     """
@@ -207,7 +208,7 @@ class PrefixIndex:
         chain: hashes of the prompt's blocks, from `prefix_hashes`.
         room: the replica's room for cached prefixes; None: unknown, assumed to be enough.
         """
-        for block in chain:
+        for block in reversed(chain):  # engines evict a prefix from its end
             self._replica_of.pop(block, None)
             self._replica_of[block] = replica
         if room is not None:
@@ -245,7 +246,7 @@ class PrefixIndex:
     def _evict(self, chain: PrefixHashes, replica: str, room: PrefixRoom) -> None:
         on_gpu = self._on_gpu.setdefault(replica, {})
         on_host = self._on_host.setdefault(replica, {})
-        for block in chain:
+        for block in reversed(chain):
             on_gpu.pop(block, None)
             on_host.pop(block, None)
             on_gpu[block] = None

@@ -2,8 +2,8 @@
 
 All decoding sequences get one token per step, so they share one clock that counts steps. The clock
 runs as fast as steps of the current batch take, and a sequence ends when the clock has advanced by
-the length of its answer. Prompts whose adapters are loaded join at the start of a step, in order of
-arrival, as far as the step's token limit allows.
+the length of its answer. Requests queue as soon as their adapters are loaded, and their prompts
+join at the start of a step, in the queue's order, as far as the step's token limit allows.
 """
 
 import math
@@ -54,7 +54,7 @@ class _Fleet(Protocol):
 
 
 class SimulatedReplica:
-    """One replica. Requests, adapters and tenants are indexes into the fleet's tables.
+    """One replica. Requests and adapters are indexes into the fleet's tables.
 
     status: load that routers see, without `room_bytes`, which they take from the arena (the GPU's
         memory for adapters).

@@ -32,7 +32,7 @@ class LimitUse(NamedTuple):
     limit: name of the limit's field.
     most: the limit.
     used: what all gateways together have used of it, or of `burst`, by this gateway's estimate;
-        None for a limit of each request alone.
+        None for a limit of each request alone, and if it is unknown.
     burst: amount that may be used at once, of a limit per minute; None for others.
     """
 

@@ -38,7 +38,9 @@ class TokenBucket:
         share: fraction of the limit that this gateway enforces.
         """
         self._pass_to(now)
+        whole, old_share = self._whole, self._share
         self._set(per_min, burst_s, share)
+        self._used *= min(1.0, self._whole / whole) * share / old_share  # for the same `used`
         self._level = min(self._level, self._capacity)
 
     def level(self, now: float) -> float:

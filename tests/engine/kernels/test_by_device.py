@@ -1,5 +1,6 @@
 """Each operator has a function of its name on CUDA, which takes the same parameters."""
 
+import dis
 import inspect
 from importlib import import_module
 from types import SimpleNamespace
@@ -39,6 +40,15 @@ def test_an_operator_and_its_kernel_take_the_same_parameters(name):
 def test_an_operators_first_argument_has_a_device(name):
     first = next(iter(get_type_hints(OPERATORS[name]).values()))
     assert all(hasattr(kind, "device") for kind in get_args(first) or (first,))
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_a_definition_calls_no_operator(name):
+    """On a GPU it would run the kernel that tests compare with it."""
+    definition = inspect.unwrap(OPERATORS[name])
+    loads = (each for each in dis.get_instructions(definition) if each.opname == "LOAD_GLOBAL")
+    used = [definition.__globals__.get(each.argval) for each in loads]
+    assert not any(each is operator for each in used for operator in OPERATORS.values())
 
 
 def test_the_first_arguments_device_chooses(monkeypatch):

@@ -10,7 +10,6 @@ from tests.engine.kernels.definitions import in_torch
 from tests.engine.kernels.delta_net_inputs import HEADS, inputs
 from tests.engine.kernels.test_delta_net_kernels import (
     REAL,
-    STATES,
     adapted,
     assert_close,
     eps_of,
@@ -19,6 +18,7 @@ from tests.engine.kernels.test_delta_net_kernels import (
     strided,
     wide,
 )
+from tests.engine.pairs import pairs
 
 reference = in_torch(delta_net)
 
@@ -27,8 +27,8 @@ CASES = [
     (HEADS[1], 3),
     (HEADS[2], 7),
     (Heads(2, 2, 32, 64), 3),
-    *slow((REAL, 3), (REAL, 7)),
 ]
+STATES = (torch.float32, torch.bfloat16)
 
 
 def ring_of(given, heads, entries):
@@ -75,12 +75,13 @@ class Decoder:
         return self.step(decodes, len(slots) + 1, adapters)
 
 
-@STATES
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("heads", "entries"), CASES)
-def test_decodes_equal_the_delta_rule_and_write_states_of_full_rings_only(
-    kind, heads, entries, state_dtype
-):
+@pytest.mark.parametrize(
+    ("case", "state_dtype"),
+    [*pairs(CASES, STATES), *slow(*(((REAL, n), dtype) for n in (3, 7) for dtype in STATES))],
+)
+def test_decodes_equal_the_delta_rule_and_write_states_of_full_rings_only(kind, case, state_dtype):
+    heads, entries = case
     decoder, counts = Decoder(kind, heads, entries, state_dtype), [0] * 7
     steps = [[5, -1, 2], [2, 5, 6], [6, -1, 5], *[[5, 2, 6]] * (entries + 2)]
     eps = 8 * eps_of(torch.float32) + 2 * eps_of(kind[1], state_dtype)

@@ -22,15 +22,14 @@ from lorikeet_engine.kernels.lora.types import (
     LoraWeights,
     Segments,
 )
-from tests.engine.interpreter import DEVICES
+from tests.engine.interpreter import DEVICES, INTERPRETED
 from tests.engine.kernels.definitions import in_torch
 from tests.engine.kernels.test_paged_decode import PAGE, TOLERANCE, dtype_of, step_of
+from tests.engine.kernels.test_wide_heads import MIXED, PROMPTS
 
 reference = in_torch(latents)
 
 HEADS, PLAIN, ROTARY, VALUES, QUERY_RANK, KV_RANK = 5, 12, 16, 20, 28, 64
-PROMPTS = ([1, 15, 40, 70, 130], [1, 15, 7, 70, 33])  # lengths, and their last tokens, queries
-MIXED = ([18, 17, 130, 5, 70], [1, 9, 1, 5, 1])
 DECODES = ([18, 130, 1, 300], [1, 1, 1, 1])
 
 
@@ -127,7 +126,7 @@ def composed(segments, weights):
 
 STEPS = {
     "decodes": ([4, 0, 20, 70], [1, 1, 1, 1], 6),
-    "prompts": ([8, 3, 0], [37, 1, 90], 140),
+    "prompts": ([8, 3, 0], [19, 1, 9], 31) if INTERPRETED else ([8, 3, 0], [37, 1, 90], 140),
 }
 
 

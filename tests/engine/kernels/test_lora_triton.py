@@ -12,7 +12,7 @@ import torch
 from torch.nn import functional as F
 
 from lorikeet_engine.errors import ShapeError
-from lorikeet_engine.kernels.lora import reference
+from lorikeet_engine.kernels.lora import reference, tuning
 from lorikeet_engine.kernels.lora import tiles as tiles_module
 from lorikeet_engine.kernels.lora.expand import expand
 from lorikeet_engine.kernels.lora.expand_act import expand_act_and_mul
@@ -27,7 +27,6 @@ from lorikeet_engine.kernels.lora.shrink import shrink
 from lorikeet_engine.kernels.lora.tiles import Tiles, list_tiles
 from lorikeet_engine.kernels.lora.tuning import (
     FEW_TOKENS,
-    PREFILL_TOKENS,
     LaunchConfig,
     Regime,
     launch_config,
@@ -46,6 +45,8 @@ else:
 both_kinds = pytest.mark.parametrize("kind", [FLOAT, BFLOAT])
 
 
+# Two tiles of a prefill and some tokens more.
+PREFILL_TOKENS = 140 if INTERPRETED else tuning.PREFILL_TOKENS
 LAYERS, LINEARS, LAYER = 3, 7, 1
 QKV = LoraGroup((0, 1, 2), d_in=96, d_outs=(80, 16, 24))
 WIDE = LoraGroup((4, 5), d_in=200, d_outs=(130, 67))
@@ -162,6 +163,7 @@ def _small_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
         return replace(config, shrink=shrunk, expand=replace(config.expand, columns=32))
 
     monkeypatch.setattr(tiles_module, "launch_config", small)
+    monkeypatch.setattr(tuning, "PREFILL_TOKENS", PREFILL_TOKENS)
 
 
 @pytest.fixture(autouse=True)

@@ -22,7 +22,7 @@ from tests.engine.kernels.definitions import in_torch
 reference = in_torch(sampling)
 
 VOCABS = (4200,) if INTERPRETED else (40, 5000, 128_256, 151_936)
-ROWS = 16 if INTERPRETED else 256
+ROWS = 11 if INTERPRETED else 256
 
 
 def some_logits(vocab, dtype):

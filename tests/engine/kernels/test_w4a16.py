@@ -154,7 +154,7 @@ def assert_near(got, want, x, values):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("split", [1, 3, 8])  # 8: some have no columns
 @pytest.mark.parametrize("stored", STORED)
-@pytest.mark.parametrize(("tokens", "d_out"), [(1, 64), (5, 200), (33, 96)])
+@pytest.mark.parametrize(("tokens", "d_out"), [(1, 64), (5, 72 if INTERPRETED else 200), (33, 96)])
 def test_the_kernel_multiplies_the_exact_values(kind, tokens, d_out, stored, split):
     weight, values = drawn(stored, d_out, 192)
     x, bias, device = operands(kind, tokens, d_out, 192)

@@ -128,20 +128,13 @@ def rotary_and_store_kv(
       dtype before and after
     """
     add_lora_delta(qkv.flatten(1), lora)
+    given, kv_heads = None, 1 if layer_kv is None else layer_kv.shape[3]
     if layer_kv is None:  # as if with a key and a value that are not kept
-        tokens, heads, head_dim = qkv.shape
-        padded = torch.cat((qkv, qkv.new_zeros(tokens, 2, head_dim)), dim=1)
-        nowhere = torch.full_like(slots, -1)
-        none = qkv.new_empty(2, 1, 1, 1, head_dim)
-        rotary_and_store_kv(
-            padded, cos, sin, none, nowhere, None, norm,
-            interleaved=interleaved, spans_head=spans_head, query_gain=query_gain,
-        )  # fmt: skip
-        qkv.copy_(padded[:, :heads])
-        return
-    kv_heads = layer_kv.shape[3]
-    given = qkv[:, :-kv_heads]
-    if keys_are_values:
+        given, slots, scales = qkv, torch.full_like(slots, -1), None
+        layer_kv = qkv.new_empty(2, 1, 1, 1, qkv.shape[2])
+        qkv = F.pad(qkv, (0, 0, 0, 2))
+    elif keys_are_values:
+        given = qkv[:, :-kv_heads]
         qkv = torch.cat((qkv, qkv[:, -kv_heads:]), dim=1)
     if norm is not None:
         queries, keys = qkv[:, : -2 * kv_heads], qkv[:, -2 * kv_heads : -kv_heads]
@@ -164,7 +157,7 @@ def rotary_and_store_kv(
     pairs.copy_(torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-1))
     if query_gain is not None:
         qkv[:, : -2 * kv_heads].mul_(query_gain[:, None, None])
-    if keys_are_values:
+    if given is not None:
         given.copy_(qkv[:, : -2 * kv_heads])
     keys, values = layer_kv.flatten(1, 2)[..., : qkv.shape[2]]  # [slots, kv_heads, head_dim]
     stored = slots >= 0

@@ -7,7 +7,6 @@ four alone. Models without a head embed texts.
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import cycle, islice
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
@@ -18,7 +17,7 @@ from lorikeet.apis.chat.request import ChatRequest, TemplateFields
 from lorikeet.apis.completions.request import CompletionRequest
 from lorikeet.apis.fields import INT32, Documents, Prompt, Prompts, Texts
 from lorikeet.apis.request import ApiRequest, CallContext
-from lorikeet.errors import InvalidInput
+from lorikeet.errors import InvalidInput, RequestTooLarge
 from lorikeet.protocol.messages import Call, Endpoint, Ranking
 from lorikeet_engine.adapter import AdapterRef, Embedder, Head
 from lorikeet_engine.request import SamplingParams
@@ -28,6 +27,10 @@ _MOST_VALUES = {False: 2**19, True: 2**22}
 (True): writing 2**19 numbers takes about a tenth of a second, in which the replica sends nothing.
 """
 
+_MOST_CHARACTERS = 2**23
+"""Limit on the characters of a request's pairs together, as many as the largest body has. Without
+this limit, a body of 4 MiB could join a long text to each of 2,048 short ones.
+"""
 _PAIRED = ("text_1", "text_2", "queries", "documents")
 _NO_OPS: NoOps = {
     "add_special_tokens": (True,),
@@ -145,7 +148,7 @@ class ScoreRequest(PoolRequest):
     def texts(self) -> Sequence[Prompt] | None:
         """Return the prompts that the request scores; None for a chat.
 
-        Raises a validation error for texts that make no pairs.
+        Raises a validation error for texts that make no pairs, RequestTooLarge for long pairs.
         """
         if not self.is_of_pairs:
             return self.input
@@ -157,8 +160,7 @@ class ScoreRequest(PoolRequest):
         assert others is not None
         if len(ones) != len(others) and 1 not in (len(ones), len(others)):
             raise misfit(names[0], f"want as many as {names[1]}, or a single one")
-        pairs = zip(cycle(ones), cycle(others), strict=True)
-        return [one + other for one, other in islice(pairs, max(len(ones), len(others)))]
+        return _joined(ones, others)
 
     def to_call(self, context: CallContext) -> Call:
         """Return the request as a Call, the common form of all APIs, with facts from `context`."""
@@ -193,7 +195,7 @@ class RerankRequest(ApiRequest):
 
     def to_call(self, context: CallContext) -> Call:
         """Return the request as a Call, the common form of all APIs, with facts from `context`."""
-        prompts = tuple(self.query + document for document in self.documents)
+        prompts = _joined((self.query,), self.documents)
         request = CompletionRequest.unchecked(model=self.model, prompt=prompts)
         shown = self.documents if self.return_documents else ()
         return replace(
@@ -229,6 +231,22 @@ class EmbeddingsRequest(PoolRequest):
             base64=self.encoding_format == "base64",
             raw_scores=self.use_activation is False,
         )
+
+
+def _joined(ones: Sequence[str], others: Sequence[str]) -> Sequence[str]:
+    """Return the prompts of pairs: the texts of both lists joined in order, or a single text of one
+    list with each text of the other.
+
+    Raises RequestTooLarge beyond _MOST_CHARACTERS.
+    """
+    count = max(len(ones), len(others))
+    first, second = ([*texts] * (count // len(texts)) for texts in (ones, others))
+    if (size := sum(map(len, first)) + sum(map(len, second))) > _MOST_CHARACTERS:
+        raise RequestTooLarge(
+            f"the pairs have {size} characters together, and the limit here is {_MOST_CHARACTERS}: "
+            "send fewer in a request"
+        )
+    return tuple(map(str.__add__, first, second))
 
 
 def _pooling(call: Call, endpoint: Endpoint) -> Call:

@@ -5,6 +5,7 @@ from typing import TypedDict, Unpack
 
 from lorikeet.catalog.changes import Pinned, Unpinned
 from lorikeet.catalog.names import DEFAULT_ALIAS, check_name, check_selector
+from lorikeet.catalog.records import PinRecord
 from lorikeet.catalog.rules.adapters import Changes, usable_versions
 from lorikeet.catalog.rules.limits import check_expiry, check_options, check_text
 from lorikeet.catalog.rules.pin_budget import check_budget
@@ -100,17 +101,21 @@ def remove_prompt(state: CatalogState, tenant: str, name: str) -> Changes:
     pin = state.pin_of(tenant, name)
     if pin is None or pin.prompt is None:
         raise NotFound(f"{f'{tenant}/{name}'!r} has no pin with a prompt")
-    return (
-        Pinned(
-            tenant=tenant,
-            name=name,
-            selector=pin.selector,
-            tier=pin.tier,
-            replicas=pin.replicas,
-            priority=pin.priority,
-            reason=pin.reason,
-            expires=pin.expires,
-        ),
+    return (replace(pinned_as(pin), prompt=None),)
+
+
+def pinned_as(pin: PinRecord) -> Pinned:
+    """Return the change that sets a pin with the options of a record."""
+    return Pinned(
+        tenant=pin.tenant,
+        name=pin.name,
+        selector=pin.selector,
+        tier=pin.tier,
+        replicas=pin.replicas,
+        priority=pin.priority,
+        reason=pin.reason,
+        expires=pin.expires,
+        prompt=pin.prompt,
     )
 
 

@@ -6,13 +6,13 @@ from lorikeet.catalog.changes import (
     AdapterShared,
     AliasMoved,
     Change,
-    Pinned,
     ShareGiven,
     VersionRestored,
 )
 from lorikeet.catalog.names import DEFAULT_ALIAS
 from lorikeet.catalog.records import AdapterRecord, PinRecord
 from lorikeet.catalog.rules.adapters import Changes, known_version
+from lorikeet.catalog.rules.pins import pinned_as
 from lorikeet.catalog.rules.quota import check_quota
 from lorikeet.catalog.state import CatalogState
 from lorikeet.errors import Conflict
@@ -80,14 +80,4 @@ def _changes(before: AdapterRecord, pin: PinRecord | None) -> Iterator[Change]:
     if before.shared:
         yield AdapterShared(tenant=tenant, name=name, shared=True)
     if pin is not None:
-        yield Pinned(
-            tenant=tenant,
-            name=name,
-            selector=pin.selector,
-            tier=pin.tier,
-            replicas=pin.replicas,
-            priority=pin.priority,
-            reason=pin.reason,
-            expires=pin.expires,
-            prompt=pin.prompt,
-        )
+        yield pinned_as(pin)

@@ -19,6 +19,7 @@ from lorikeet.cli.arguments import (
     parse_unpin_target,
 )
 from lorikeet.cli.output import AsJson, moment, print_answer, print_json, print_line, print_table
+from lorikeet.errors import InvalidInput
 from lorikeet.sizes import show_size
 
 
@@ -124,6 +125,10 @@ def unpin(
     Example: `lorikeet unpin acme/support`
     """
     if prompt:
+        if pinned.name is None:
+            raise typer.BadParameter(
+                "--prompt: want TENANT/NAME, as only adapters' pins have prompts"
+            )
         answer = admin(ctx).delete(f"/pins/{pinned.path}/prompt")
         said = f"Removed the prompt of [cyan]{pinned.path}[/cyan]; the adapter stays pinned."
         print_answer(answer, said, as_json)
@@ -221,8 +226,11 @@ def _print_shortfalls(shortfalls: list[dict[str, Any]]) -> None:
 
 
 def _read(file: Path) -> str:
-    text = sys.stdin.read() if file == Path("-") else file.read_text(encoding="utf-8")
-    return text.rstrip()
+    content = sys.stdin.buffer.read() if file == Path("-") else file.read_bytes()
+    try:
+        return content.decode().rstrip()
+    except UnicodeDecodeError as error:
+        raise InvalidInput(f"{file} is no text in UTF-8") from error
 
 
 def _prompt(prompt: dict[str, Any] | None) -> str | None:

@@ -1,6 +1,7 @@
 """Validation of uploaded adapter files (blobs), and detection of their base model."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from lorikeet.catalog.records import BlobFacts
@@ -37,6 +38,7 @@ def validate_blob(
     memory: AdapterMemory = FLOAT32_MEMORY,
     digest: str | None = None,
     scan: ValueScan | None = None,
+    shrinks: bool = False,
 ) -> BlobFacts:
     """Check a blob (adapter's file) for all that could make the adapter fail on a replica.
 
@@ -51,6 +53,8 @@ def validate_blob(
     memory: GPU and host memory for adapters in the engines, which the adapter has to fit.
     digest: SHA-256 of the blob, if computed during the upload; None: compute it.
     scan: scan of the tensors' values made during the upload; None: read the whole blob.
+    shrinks: whether rows of whole modules may still be removed; a blob that has such modules then
+        need not fit the memory yet.
 
     Raises InvalidAdapter, which names the tensor, module or config key at fault.
     """
@@ -63,6 +67,8 @@ def validate_blob(
         shape, gpus = base_models[name].shape, memory.gpus.get(name, 1)
         spec = read_spec(blob, shape, limits)
         kept = Shard(0, gpus).ranges(shape)
+        if shrinks and any(isinstance(part.ids, range) for part in spec.token_rows):
+            memory = replace(memory, gpu_bytes=None, host_bytes=None)
         gpu_bytes = memory.image_bytes(spec.packed_elements(lambda n: kept[n].dims), gpus)
         check_values(blob, spec, memory.dtype, scan)
     except (AdapterError, SettingsError) as error:

@@ -18,6 +18,7 @@ from lorikeet.gateway.services import Services
 from lorikeet.request_defaults import RequestDefaults
 from lorikeet_engine.adapter import AdapterRef
 from lorikeet_engine.adapter_format import (
+    MAX_LISTED,
     AdapterLimits,
     BaseCopy,
     ValueScan,
@@ -105,6 +106,8 @@ class Registration:
         blob: Path,
         digest: str | None = None,
         scan: ValueScan | None = None,
+        *,
+        shrinks: bool = False,
     ) -> BlobFacts:
         """Check a blob for all that could make its adapter fail on a replica; return facts about
         the blob.
@@ -112,6 +115,7 @@ class Registration:
         order: the registration for which the blob was uploaded.
         digest: SHA-256 of the blob; None: compute it.
         scan: scan of the tensors' values made during the upload; None: read the whole blob.
+        shrinks: whether rows of whole modules may still be removed from the blob.
 
         If the blob contains copies of the base model's matrices, a replica compares the copies with
         the base model. Raises InvalidAdapter if a check fails, and Unavailable if no replica can
@@ -126,29 +130,38 @@ class Registration:
             self._services.adapter_memory,
             digest,
             scan,
+            shrinks,
         )
         if copies := await self.run(base_copies, blob):
             await self._compare(facts.base_model, copies)
         return facts
 
-    async def shrink(self, order: RegistrationRequest, blob: Path, facts: BlobFacts) -> BlobFacts:
-        """Remove rows of whole modules that equal the base model's from a validated blob, in place;
+    async def validate_upload(
+        self,
+        order: RegistrationRequest,
+        blob: Path,
+        digest: str | None = None,
+        scan: ValueScan | None = None,
+    ) -> BlobFacts:
+        """Check a blob, and remove rows of whole modules that equal the base model's, in place;
         return facts about the blob as it is then.
 
-        facts: facts about the blob, from `validate`.
-
-        Raises Unavailable if no replica can compare the rows.
+        Modules of which more than MAX_LISTED rows differ stay whole. Takes and raises what
+        `validate` does.
         """
+        facts = await self.validate(order, blob, digest, scan, shrinks=True)
         modules = await self.run(whole_modules, blob)
         if not modules:
             return facts
         changed = await self._replica_compares(
             facts.base_model, self._services.engines.changed_rows(facts.base_model, modules)
         )
-        smaller = blob.with_name(f"{blob.name}.rows")
-        await self.run(keep_rows, blob, smaller, changed)
-        await self.run(smaller.replace, blob)
-        return await self.validate(order, blob)
+        kept = {module: ids for module, ids in changed.items() if len(ids) <= MAX_LISTED}
+        if kept:
+            smaller = blob.with_name(f"{blob.name}.rows")
+            await self.run(keep_rows, blob, smaller, kept)
+            await self.run(smaller.replace, blob)
+        return await self.validate(order, blob, None if kept else facts.digest)
 
     async def record(
         self, order: RegistrationRequest, blob: Path, facts: BlobFacts
@@ -210,7 +223,7 @@ class Registration:
                 return await comparison
         except TimeoutError as error:
             raise Unavailable(
-                f"no replica of {base_model} compared the copies of its weights in the file within "
+                f"no replica of {base_model} compared its weights with those in the file within "
                 f"{self._services.first_item_timeout_s:g} s: see `lorikeet status`, then try again"
             ) from error
 

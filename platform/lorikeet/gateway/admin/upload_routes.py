@@ -151,8 +151,7 @@ class UploadEndpoints:
             scan = None if size_bytes is None else ValueScan(size_bytes)
             body = bounded_parts(request, limits.max_bytes, MAX_BYTES)
             digest = await receive_file(body, blob, registration.workers, scan)
-            facts = await registration.validate(order, blob, digest, scan)
-            facts = await registration.shrink(order, blob, facts)
+            facts = await registration.validate_upload(order, blob, digest, scan)
             made = await registration.record(order, blob, facts)
         response.status_code = CREATED if made.is_new else OK
         return made.version
@@ -256,8 +255,7 @@ class UploadEndpoints:
 
     async def _validated(self, order: RegistrationRequest, digest: str, blob: Path) -> BlobFacts:
         try:
-            facts = await self._registration.validate(order, blob)
-            return await self._registration.shrink(order, blob, facts)
+            return await self._registration.validate_upload(order, blob)
         except InvalidAdapter as error:
             if error.param != "base_model":  # else the blob is right once the admin names one
                 await self._registration.run(self._uploads.end, digest, order.actor)

@@ -59,8 +59,9 @@ _RETRIED = frozenset(
     ("rate_limit_exceeded", "overloaded", "unavailable", "store_error", "adapter_not_ready")
 )
 """Error codes that do not depend on the line, which is sent again until the batch expires."""
-_ATTEMPTS = 5
-"""Number of times that a line is sent if its answers have other codes of 5xx."""
+_ATTEMPTS = 8
+"""Number of times that a line is sent, within some two minutes, if its answers have other codes of
+5xx."""
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 1.0, 60.0
 _UNDONE = {
     "expired": "the batch expired before this request was answered",

@@ -17,6 +17,8 @@ from lorikeet.tenancy.rate_limiter import LimitUse, RateLimiter
 
 _FRESH_S = 10.0
 """Seconds for which the use of files and batches is not read again: /ui asks every two."""
+_Used = tuple[int, int, int] | tuple[None, None, None]
+"""Bytes of a tenant's files, number of them, and open batches; None: the store failed."""
 
 
 class FilesUse:
@@ -27,8 +29,7 @@ class FilesUse:
 
     def __init__(self, files: StoredFiles, batches: BatchStore | None) -> None:
         self._files, self._batches = files, batches
-        # by tenant: bytes, files and open batches, with the time of reading
-        self._read = dict[str, tuple[float, tuple[int, int, int]]]()
+        self._read = dict[str, tuple[float, _Used]]()  # by tenant, with the time of reading
 
     async def limits(self, tenant: TenantRecord) -> list[LimitUse]:
         """Return a tenant's limits, without their use if the store fails."""
@@ -46,15 +47,13 @@ class FilesUse:
         of_lines = [] if lines is None else [LimitUse("batch_lines", lines)]
         return await self._files.call(look) + of_lines
 
-    def _used(
-        self, tenant: str, files: FileStore, batches: BatchStore
-    ) -> tuple[int, int, int] | tuple[None, None, None]:
-        read_s, used = self._read.get(tenant, (-_FRESH_S, (0, 0, 0)))
+    def _used(self, tenant: str, files: FileStore, batches: BatchStore) -> _Used:
+        read_s, used = self._read.get(tenant, (-_FRESH_S, (None, None, None)))
         if (now_s := time.monotonic()) - read_s >= _FRESH_S:
             try:
                 used = *files.used(tenant), len(batches.open_batches(tenant))
             except StoreError:
-                return None, None, None
+                used = None, None, None
             self._read[tenant] = now_s, used
         return used
 

@@ -27,7 +27,7 @@ _SLASH = re.compile(r"(\\.)|/", re.DOTALL)
 
 def schema_grammar(schema: str, param: str = "response_format", *, lets_go: bool = False) -> str:
     """Return the grammar of a JSON schema; {} allows any object. The grammar may still be invalid:
-    sandbox.py checks it.
+    replicas check it (replica/grammar_sandbox.py).
 
     schema: the schema as JSON text.
     param: the request's field that holds the schema, for errors.
@@ -51,8 +51,8 @@ def schema_grammar(schema: str, param: str = "response_format", *, lets_go: bool
 
 
 def format_grammar(answer: Format) -> str:
-    """Return the grammar of an answer format. The grammar may still be invalid: sandbox.py checks
-    it.
+    """Return the grammar of an answer format. The grammar may still be invalid: replicas
+    check it (replica/grammar_sandbox.py).
 
     Raises InvalidInput if the format's text is too long, too deeply nested or not a JSON schema.
     """
