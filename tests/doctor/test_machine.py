@@ -1,6 +1,9 @@
 """The machine as doctor finds it: its GPUs, and a container's memory."""
 
+import ctypes
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -27,6 +30,19 @@ def test_gpus_are_found_with_memory_and_capability() -> None:
     assert found.torch is not None
     assert found.driver is not None
     assert found.driver[0] >= found.torch[0]
+
+
+@pytest.mark.parametrize(("status", "driver"), [(0, (13, 2)), (100, None)])
+def test_the_drivers_version_is_that_of_cuda(
+    status: int, driver: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def get_version(number: Any) -> int:
+        number._obj.value = 13020  # CUDA 13.2
+        return status
+
+    library = SimpleNamespace(cuDriverGetVersion=get_version)
+    monkeypatch.setattr(ctypes, "CDLL", lambda _: library)
+    assert find_cuda().driver == driver
 
 
 def test_a_containers_memory_limit_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -253,10 +253,11 @@ def test_other_heads_are_refused_by_name(config, message, world_of, tmp_path):
 def test_a_head_that_is_named_but_not_saved_is_refused(world_of, tmp_path):
     folder = shutil.copytree(world_of("llama").shelf.folder.parent / "tone", tmp_path / "tone")
     tensors = load_file(folder / "adapter_model.safetensors")
-    del tensors["base_model.model.score.weight"]
-    save_file(tensors, folder / "adapter_model.safetensors")
-    with pytest.raises(AdapterRejected, match="weights of score are not in the file"):
-        BlobShelf(tmp_path).add(folder, "tone")
+    weights = tensors.pop("base_model.model.score.weight")
+    for others in ({}, {"base_model.model.score.weight_orig": weights}):
+        save_file(tensors | others, folder / "adapter_model.safetensors")
+        with pytest.raises(AdapterRejected, match="weights of score are not in the file"):
+            BlobShelf(tmp_path).add(folder, "tone")
 
 
 def test_a_head_of_another_width_or_with_too_many_labels_is_refused(world_of, tmp_path):

@@ -178,6 +178,15 @@ def test_faults_are_refused_by_field(gateway: Gateway, fault: str) -> None:
     assert not gateway.engines.calls
 
 
+def test_adapters_whose_base_model_is_not_served_are_refused_by_its_name(
+    gateway: Gateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(gateway.base_models, "tiny")
+    answer = gateway.post(CHAT, chat("acme/tone+acme/domain"))
+    assert "'tiny', which is not served now" in error_of(answer, 503)["message"]
+    assert not gateway.engines.calls
+
+
 def test_compositions_are_no_models(gateway: Gateway) -> None:
     listed = gateway.request("GET", "/v1/models", gateway.keys["acme"]).json()["data"]
     assert not any("+" in entry["id"] for entry in listed)

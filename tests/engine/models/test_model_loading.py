@@ -112,6 +112,7 @@ def test_the_older_way_to_write_rope_means_the_same(tiny_checkpoints, edited):
         ("olmo3", {"layer_types": ["full_attention", "chunked_attention"]}, "layer_types"),
         ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers"),
         ("granite", {"residual_multiplier": 0}, "residual_multiplier"),
+        ("granitemoehybrid", {"position_embedding_type": "alibi"}, "position_embedding_type"),
         (
             "mistral",
             {"rope_parameters": {"rope_type": "default", "llama_4_scaling_beta": 0.1}},

@@ -1,4 +1,4 @@
-"""Bookkeeping of KV pages: none is lost, none is shared wrongly, prefixes are found again."""
+"""Bookkeeping of KV pages and states: none is lost or shared wrongly, prefixes are found again."""
 
 import pytest
 from hypothesis import settings
@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from lorikeet_engine.scheduling.kv_cache import KVCache, PageKeys, SequencePages
+from lorikeet_engine.scheduling.state_pool import StatePool
 
 PAGE = 4
 
@@ -262,6 +263,17 @@ def test_no_page_is_found_of_a_sequence_whose_keys_are_forgotten():
     compute(cache, kv, 60)
     cache.forget_keys(kv.full_keys())
     assert cache._pages_of == [{}, {}]
+
+
+def test_saved_states_leave_slots_for_all_sequences_and_a_state_to_begin_with():
+    pool = StatePool(5, running=2)
+    first, second = pool.take_to_save(), pool.take_to_save()
+    assert pool.take_to_save() is None
+    pool.publish(first, b"key", None)
+    assert pool.take_to_save() is not None
+    assert pool.take_to_save() is None
+    pool.release(second)
+    assert pool.take_to_save() is not None
 
 
 class Accounts(RuleBasedStateMachine):
