@@ -241,8 +241,10 @@ TRAINING: tuple[Feature, ...] = (
         target_modules=["embed_tokens"],
         use_dora=True,
     ),
-    _options("lm_head saved whole", modules_to_save=["lm_head"]),
-    _options("embed_tokens saved whole", modules_to_save=["embed_tokens"]),
+    _options("lm_head saved whole", target_modules=["q_proj"], modules_to_save=["lm_head"]),
+    _options(
+        "embed_tokens saved whole", target_modules=["q_proj"], modules_to_save=["embed_tokens"]
+    ),
     _options("norms saved whole", "whole modules", modules_to_save=["input_layernorm"]),
     _options("LoRA on lm_head", target_modules=["q_proj", "lm_head"]),
     _options("LoRA on embed_tokens", target_modules=["q_proj", "embed_tokens"]),

@@ -173,7 +173,7 @@ class Twice:
     """Runner that computes steps that fit a graph with and without it, and compares both."""
 
     def __init__(self, runner):
-        self.runner, self.kv_windows = runner, runner.kv_windows
+        self.runner, self.kv_windows, self.model = runner, runner.kv_windows, runner.model
         self.state_slots = runner.state_slots
         self.compared = []
 
