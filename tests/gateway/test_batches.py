@@ -407,7 +407,7 @@ def test_a_line_that_the_service_always_fails_is_given_up(gateway: Gateway) -> N
     assert done.status == "completed"
     (error,) = read(gateway, done.error_file_id)
     assert error["response"]["status_code"] == 500
-    assert len(gateway.engines.calls) == 5
+    assert len(gateway.engines.calls) == 8
 
 
 def test_lines_are_refused_once_the_batchs_key_has_ended(gateway: Gateway) -> None:

@@ -85,8 +85,11 @@ NAMING_NOTHING: set[Named] = {
     ),
     *(("POST", path, "call_id") for path in (RESPONSES, COUNT)),
     *(
-        ("POST", f"/v1/{path}", name)
-        for path in ("chat/completions", "classify", "score", "pooling", "embeddings")
+        ("POST", path, name)
+        for path in (
+            *("/v1/chat/completions", "/v1/embeddings"),
+            *("/v1/classify", "/v1/score", "/v1/pooling", "/classify", "/score", "/pooling"),
+        )
         for name in ("id", "tool_call_id")
     ),
     *(
