@@ -50,7 +50,7 @@ class RecurrentShape:
 
     @property
     def group(self) -> int:
-        """Number of value heads of each key head."""
+        """Number of value heads that share a key head of a delta net; 0 without key heads."""
         return self.value_heads // self.key_heads if self.key_heads else 0
 
     @property

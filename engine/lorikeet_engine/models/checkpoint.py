@@ -327,9 +327,9 @@ class Checkpoint:
         return bytes(stored.values().numpy())
 
     def rename(self, prefix: str, to: str) -> None:
-        """Give the tensors whose names begin with `prefix` names that begin with `to` instead.
+        """Replace `prefix` by `to` at the start of tensors' names.
 
-        Errors keep the names of the files.
+        Error messages still give the names that the tensors have in the files.
         """
         self._renamed[to] = prefix
         for name in [name for name in self._stored if name.startswith(prefix)]:

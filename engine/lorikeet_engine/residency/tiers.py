@@ -213,10 +213,8 @@ class Tiers:
     def request(self, ref: Adapter, tenant: str = "") -> None:
         """Begin to load an adapter, or all adapters that a composition sums, to the GPU.
 
-        If it is there already, protect it from eviction until it is leased, but not longer than
-        GUARD_S (0.5) seconds.
-
-        A second call for the same adapter changes nothing.
+        An adapter that is there already is protected from eviction until it is leased, for at most
+        GUARD_S (0.5) seconds. Further calls do not protect it longer, and do not load it twice.
 
         tenant: tenant whose request needs the adapter.
         """

@@ -328,9 +328,9 @@ class RateLimitObserver(RequestObserver):
         max_context: int | None,
         price: Price = FREE,
     ) -> None:
-        """Set up the reservation.
+        """Compute the tokens to reserve; nothing is reserved yet.
 
-        hold: the request's place in the rate limits.
+        hold: what the request has taken of its tenant's and key's rate limits.
         max_context: longest sequence that replicas take, tokens; None if unknown.
         price: price of the call's tokens.
         """

@@ -344,7 +344,7 @@ class ResponseBuffers:
     def fail(self, replica: str, error: BaseException) -> None:
         """Fail all answers that a replica has begun and not completed.
 
-        error: raised by the buffers' `take`.
+        error: raised to the answers' readers, by `take` of their buffers.
         """
         for buffer in self._open.values():
             if buffer.replica == replica:

@@ -268,11 +268,10 @@ def _prefill_s(work: Work, option: ReplicaOption[R], cached_tokens: int) -> floa
 
 
 def evicted_uses(new_bytes: int, free_bytes: int, victim_bytes: int, victim_uses: float) -> float:
-    """Estimate the number of recent uses of the adapters that would be evicted for a new adapter
-    from an arena, a GPU's memory for adapters.
+    """Estimate how often the adapters were used lately that a new adapter would evict from a GPU.
 
     new_bytes: size of the new adapter.
-    free_bytes: free bytes of the arena.
+    free_bytes: free bytes of the GPU's memory for adapters.
     victim_bytes: size of the adapter that would be evicted first.
     victim_uses: number of that adapter's recent uses; older uses count less.
     """

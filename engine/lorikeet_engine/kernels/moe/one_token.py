@@ -57,9 +57,9 @@ def gate_up_of(
 
 
 def bias_arguments(biases: ClampedBiases | None) -> tuple[torch.Tensor | None, float, float]:
-    """Return the kernel arguments of clamped_swiglu: biases of gate_up, alpha and limit.
+    """Return (biases of gate_up, alpha, limit), the arguments of clamped_swiglu in kernels.
 
-    These are None, 0 and 0 if `biases` is None.
+    Without biases, these are (None, 0, 0).
     """
     if biases is None:
         return None, 0.0, 0.0

@@ -110,8 +110,10 @@ class DiskCache:
                 self._evict(used_before_ns=time.time_ns() - int(1e9 * _TRIM_GRACE_S))
 
     def status(self) -> TierStatus:
-        """Return the disk tier's status: number of adapters and bytes at the last call of
-        `changed`, the capacity, and the number of adapters that this process has evicted.
+        """Return the disk tier's status.
+
+        Adapters and bytes are those that the last call of `changed` found in the folder. Evictions
+        and failed checksums are this process's alone.
         """
         index, budget = self._index, self.budget_bytes
         counted = self._evictions, self._checksum_failures

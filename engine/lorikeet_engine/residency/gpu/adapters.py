@@ -60,7 +60,7 @@ class PlaceOnGpu(Protocol):
 class GpuAdapter:
     """An adapter on the GPU, or being copied there.
 
-    sums: checksums of the image's layers when it was packed.
+    sums: checksums of the layers of the adapter's packed image, made when it was packed.
     score: eviction score; the adapter with the lowest is evicted first.
     last_used_s: time of the last use, by the clock of GpuAdapters.
     leases: number of sequences that use the adapter now.

@@ -15,7 +15,10 @@ from lorikeet.errors import InvalidInput
 
 
 def check_source(source: str, revision: str | None = None) -> None:
-    """Raise InvalidInput unless a source is of a known kind, and exists if it is a local path."""
+    """Raise InvalidInput unless a source is of a known kind, and exists if it is a local path.
+
+    revision: revision of a Hub repository; InvalidInput if another kind of source has one.
+    """
     if revision is not None and not source.startswith(PREFIX):
         raise InvalidInput(f"a revision is for {PREFIX}organisation/name only", param="revision")
     if source.startswith((PREFIX, SCHEME)) or Path(source).exists():
