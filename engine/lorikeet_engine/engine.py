@@ -313,7 +313,14 @@ class Engine:
         self._in_flight, self._idle = None, True
 
     def _host_pages(self, groups: int) -> tuple[HostPages | None, HostPages | None]:
-        """Return the slots of host memory for pages, and for states."""
+        """Return new, empty slots of host memory: those for KV pages, and those for states of delta
+        nets.
+
+        Both are None if the engine has no host memory for pages; the latter is None, too, if the
+        model has no delta nets. Copies to the pages of an earlier cache are abandoned first.
+
+        groups: number of groups of layers, each of which has its own KV pages.
+        """
         copies, costs = self._page_copies, self.info.step_costs
         if copies is None:
             return None, None

@@ -202,13 +202,21 @@ def token_rows_name(module: str) -> str:
 
 
 def whole_module(name: str) -> str | None:
-    """Return the module, trained whole, whose rows a tensor in a blob holds; None for others."""
+    """Return the whole module (see `whole_name`) whose rows a tensor holds; None for other tensors.
+
+    name: the tensor's name in a blob (stored adapter).
+    """
     match = _WHOLE.fullmatch(name)
     return match[1] if match else None
 
 
 def whole_name(module: str) -> str:
-    """Return the name, in blobs, of the tensor with the rows of a module that was trained whole."""
+    """Return the name that the tensor with a whole module's rows has in blobs (stored adapters).
+
+    A whole module is one that PEFT trains in full, not by LoRA, as `modules_to_save` names it.
+
+    module: the module's name in blobs: lm_head or model.embed_tokens.
+    """
     return f"base_model.model.{module}.modules_to_save.weight"
 
 

@@ -111,8 +111,9 @@ def trained_modules(raw: Mapping[str, Any], saved: Collection[str]) -> tuple[str
 def rows_metadata(tokens: TokensByModule, modules: TokensByModule) -> dict[str, str]:
     """Return the metadata entries of an adapter's file that list replaced rows; empty if none.
 
-    tokens: ids of trained tokens.
-    modules: ids of the rows of modules that were trained whole; a range from 0 is all rows.
+    tokens: by module, ids of rows trained one by one (PEFT's trainable_token_indices).
+    modules: by module, ids of the rows that the file has of a module trained in full (PEFT's
+        modules_to_save): range(vocabulary) if it has all rows.
     """
     return {
         key: json.dumps(

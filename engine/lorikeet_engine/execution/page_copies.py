@@ -493,7 +493,10 @@ def state_words(states: torch.Tensor) -> torch.Tensor:
 
 
 def _words(pieces: torch.Tensor) -> torch.Tensor:
-    """View the last dimension as the longest integers of which it has a whole number."""
+    """View the last of three dimensions as integers, of the widest dtype that fits.
+
+    That is the widest of int64, int32, int16 and uint8 whose size divides the dimension's bytes.
+    """
     size = pieces.shape[2] * pieces.itemsize
     fitting = (torch.int64, torch.int32, torch.int16, torch.uint8)
     return pieces.view(next(dtype for dtype in fitting if size % dtype.itemsize == 0))

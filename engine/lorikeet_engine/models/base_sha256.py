@@ -40,9 +40,16 @@ def base_sha256(folder: Path, module: str, dtype: str) -> str | None:
 
 
 def base_row_digests(folder: Path, module: str, dtype: str) -> bytes:
-    """Return the digests of a matrix's rows, as `base_sha256` returns the matrix's hash.
+    """Return a digest of each row of a checkpoint's embeddings or lm_head, cast to `dtype`.
 
-    Empty if the matrix is quantised or missing.
+    A digest has 8 bytes (`row_digests`). The result joins the digests of all rows, in order. It is
+    empty if the matrix is quantised or missing. A tied lm_head is the embeddings.
+
+    Raises ModelError if config.json or a tensor header cannot be read or served.
+
+    folder: folder of the checkpoint.
+    module: embed_tokens or lm_head.
+    dtype: F32, F16 or BF16.
     """
     return row_digests(
         row.numpy().tobytes() for rows in _rows(folder, module, dtype) for row in rows

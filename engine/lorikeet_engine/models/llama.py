@@ -485,12 +485,13 @@ class MtpHead:
 
         embedded [tokens, hidden]: embeddings of the next tokens
         hidden [tokens, hidden]: last hidden states
+        step: batch, KV cache and attention of the step
         """
         x = self._inputs(embedded, hidden)
         return self._norm.add_and_norm(x, self._layer(x, Product(torch.zeros_like(x)), step))
 
     def store(self, embedded: torch.Tensor, hidden: torch.Tensor, step: _Step) -> None:
-        """Write the layer's keys and values alone: arguments as of a call."""
+        """Write the layer's keys and values, without attention and MLP. Arguments: as of a call."""
         x, mixer = self._inputs(embedded, hidden), self._layer.mixer
         assert isinstance(mixer, _Attention)
         norm = self._layer.mixer_norm

@@ -121,6 +121,7 @@ class HostPages:
     ) -> None:
         """Start with free slots.
 
+        slots: number of pages that the host memory holds.
         page_bytes: bytes of a page on one GPU.
         groups: number of groups of layers.
         counts: counts to increase.
@@ -182,11 +183,16 @@ class HostPages:
         self.to_store[slot] = page
 
     def keep(self, name: str, pages: Sequence[CachedPage]) -> None:
-        """Keep the pages of a prompt, which are of one tenant, until `keep_only` drops the prompt.
+        """Keep the pages of a prompt until `keep_only` drops the prompt.
 
-        The pages of all kept prompts take at most half of the slots. Where more are wanted, the
-        tenant with the most kept pages has its newest prompts replaced like other pages, as long as
-        it has more than the other tenant then gets. A prompt that does not fit is not kept.
+        The pages of all kept prompts take at most half of the slots. If there is no room, the
+        newest prompts of the tenant with the most kept pages are no longer kept, as long as it has
+        more kept pages than this prompt's tenant would then have. A prompt that does not fit is not
+        kept.
+
+        name: name by which `keep_only` and `kept` know the prompt; an older prompt of this name is
+            dropped first.
+        pages: the prompt's pages, all of one tenant.
         """
         self._drop(name)
         fits = not pages or self._make_room(pages[0].tenant, len(pages))
@@ -218,7 +224,7 @@ class HostPages:
         self._spared.discard(slot)
 
     def take_to_store(self) -> tuple[PageCopy, ...]:
-        """Return the copies of to_store, and clear it."""
+        """Return the page copies that `store` has planned, and empty `to_store`."""
         copies = tuple(PageCopy(slot, page) for slot, page in self.to_store.items())
         self.to_store.clear()
         return copies
@@ -291,7 +297,9 @@ class HostPages:
         self.forget([slot for slot, page in self._pages.items() if digest in (page.adapter or "")])
 
     def _make_room(self, tenant: str, count: int) -> bool:
-        """Whether a tenant may keep `count` more pages, once other tenants keep fewer prompts."""
+        """Whether a tenant may keep `count` more pages, after prompts of the tenants with the most
+        kept pages are dropped if necessary.
+        """
         of_tenants = Counter[str]()
         for pages in self.kept.values():
             for cached in pages[:1]:

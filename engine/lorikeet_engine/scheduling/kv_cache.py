@@ -296,10 +296,12 @@ class KVCache(PagePool):
     windows: attention window of each group of layers; None for a group that attends to all tokens.
     step_tokens: maximum number of tokens that a step computes.
     states: slots for states of delta nets; None for a model without delta nets.
-    state_piece: states are saved only behind multiples of this many tokens of a chunk, as kernels
-        compute chunks in such pieces. Decodes save a state once per so many tokens.
-    host: host memory for pages that leave the cache; None without.
-    host_states: host memory for states that leave the cache; None without host or states.
+    state_piece: number of tokens in a piece. Kernels compute a sequence's tokens of a step in such
+        pieces, and a step can save only the states at the ends of full pieces. A decoding sequence
+        saves its state again only after at least this many tokens.
+    host: host memory for pages that leave the cache; None if there is none.
+    host_states: host memory for states that leave the cache; None if there is none, or if the model
+        has no delta nets.
     """
 
     state_piece = CHUNK

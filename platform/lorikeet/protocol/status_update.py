@@ -26,15 +26,18 @@ class PrefixRoom(NamedTuple):
 
 @dataclass(frozen=True)
 class StatusUpdate:
-    """Live stats of a replica, and adapters' moves between tiers since the last update in the
-    same stream of updates to one gateway.
+    """Status of a replica, one item of the stream of updates that it sends to a gateway.
+
+    An update has the replica's live stats. It also lists the adapters that have moved to another
+    tier (Residency: remote store, disk, host memory or GPU) since the stream's previous update.
 
     seq: number that grows with each update of a replica to any gateway, so that late updates are
         recognised.
     live: current live stats.
-    moved: new tiers of moved adapters by digest.
-    begins_snapshot, ends_snapshot: whether this is the first or the last update of a snapshot. All
-        updates of a snapshot together name each adapter nearer than remote at least once.
+    moved: the new tier of each moved adapter, by digest.
+    begins_snapshot, ends_snapshot: whether this is the first or the last update of a snapshot. The
+        updates of a snapshot together name each adapter on disk, in host memory or on the GPU at
+        least once.
     costs: measured costs of the engine's steps and adapter loads; None if not sent with this
         update.
     max_context: maximum number of tokens of prompt plus output; None if not sent with this update.

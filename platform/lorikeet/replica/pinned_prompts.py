@@ -101,7 +101,11 @@ class PinnedPrompts:
                 await _wait(self._changed, _CHECK_S if self._wanted else None)
 
     async def _compute(self, prompt: PinnedPrompt, *, is_kept: bool) -> None:
-        """Compute a prompt unless its pages are kept and it was rendered within the last hour."""
+        """Compute a prompt unless its pages are kept and it was rendered within the last hour.
+
+        is_kept: whether the engine still keeps the prompt's pages; True, too, if it has no host
+            memory for them.
+        """
         progress = self._progress[prompt.name]
         is_done = progress.failure is None and is_kept
         if is_done and time.monotonic() - progress.rendered_s < _RENDER_S:
@@ -138,6 +142,10 @@ class PinnedPrompts:
 
 
 def _request(prompt: PinnedPrompt, tokens: tuple[int, ...]) -> Request:
+    """Return the request that computes a prompt and generates one token.
+
+    tokens: the rendered prompt.
+    """
     return Request(
         f"prompt {prompt.name}",
         (tokens,),
@@ -150,6 +158,7 @@ def _request(prompt: PinnedPrompt, tokens: tuple[int, ...]) -> Request:
 
 
 async def _wait(event: asyncio.Event, within_s: float | None) -> None:
+    """Wait until an event is set, at most `within_s` seconds; None: without a limit."""
     with suppress(TimeoutError):
         async with asyncio.timeout(within_s):
             await event.wait()

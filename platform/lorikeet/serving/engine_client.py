@@ -54,16 +54,16 @@ _ATTEMPTS = 3
 _RESUMES_PER_MIN = 600
 """Most calls of one tenant per minute that a gateway sends again after a lost replica."""
 _AT_ONCE_S = 5.0
-"""A replica lost within these seconds of taking a request may have been lost by the request."""
+"""A replica lost within these seconds of accepting a call may have been lost because of it."""
 _SETTLE_S = 1.0
-"""Seconds to wait before a request that may have lost a replica is sent again.
+"""Seconds to wait before a call that may have caused a replica's loss is sent again.
 
-Replicas that another cause took down at the same time then no longer take the request.
+Replicas that were lost at the same time from another cause then no longer accept the call.
 """
 _PROGRESS_TOKENS = 32
-"""A replica that has added this many tokens to an answer was not lost by the request."""
+"""A replica that has added this many tokens to an answer was not lost because of the call."""
 _TAKE_OVER_S = 60.0
-"""Seconds within which another replica must take an answer that has begun."""
+"""Seconds within which another replica must accept a call to continue its answer."""
 _LEAVE_S = 10.0
 """Seconds after which an answer leaves a replica that is being stopped."""
 _LEAVE_CHECK_S = 0.5
@@ -118,7 +118,7 @@ class ServeEngineClient:
 
         The call is sent to another replica in two cases:
         - Its replica is lost, silent (Fleet.take_silent) or being stopped, or gives the answer up.
-          Any other replica gets the log of the outputs so far and goes on with the answer.
+          Any other replica gets the log of the outputs so far and continues the answer.
         - Its replica cannot load the adapter, before the first byte. A replica that has the adapter
           begins the answer anew, as the weights may have been damaged; any replica does if the
           cause was a full disk.
@@ -130,8 +130,8 @@ class ServeEngineClient:
         disconnect is noticed in gateway/client_connection.py.
 
         Raises Unavailable if no replica answers; ReplicasLost if two replicas were lost just after
-        they took the call, which may be the reason; GenerationFailed if the replica's code failed,
-        or if the answer or its end was lost on the way from a replica that is alive.
+        they accepted the call, which may be the reason; GenerationFailed if the replica's code
+        failed, or if the answer or its end was lost on the way from a replica that is alive.
         """
         run_call = self._run_call[base_model]
         course = _Course(_fleet(run_call), _seeded(encoded).to_send())
@@ -282,14 +282,14 @@ class ServeEngineClient:
     async def _leave(self, course: "_Course", error: Unavailable) -> Resumed | None:
         """Prepare a call to be sent to another replica after an attempt has failed.
 
-        Return the item that announces that the other replica goes on with the answer; None if the
+        Return the item that announces that the other replica continues the answer; None if the
         answer begins anew.
 
         course: state of the call, which is changed.
         error: failure of the attempt.
 
         Raises Unavailable if the call is sent to no other replica, ReplicasLost if two replicas
-        were lost just after they took the call.
+        were lost just after they accepted the call.
         """
         reason = error.reason if isinstance(error, _AnswerLost) else None
         replica = course.fleet.accepted_by(course.sent.attempt_id)
@@ -314,11 +314,15 @@ class ServeEngineClient:
     async def _sent(
         self, run_call: DeploymentHandle[Any], course: "_Course"
     ) -> AsyncGenerator[ResponseBuffer, None]:
-        """Send a call once; yield the ResponseBuffer of its answer. Cancel the call at the end of
-        the context, unless it has ended.
+        """Send a call once, and cancel it at the context's end unless its answer has ended.
 
-        The Serve call itself yields only its end, or a Refusal if the replica did not take the
-        call. An answer that has begun must be taken within _TAKE_OVER_S seconds.
+        The context's value is the ResponseBuffer of the answer. Items of the answer come from the
+        stream that `_subscribe` keeps open to the replica. The Serve call's own stream carries none
+        of them, but one object: None at the answer's end, or a Refusal if the replica cannot begin
+        the answer or send it.
+
+        The buffer fails with Unavailable if the call is to continue an answer that has begun, and
+        no replica accepts it within _TAKE_OVER_S seconds.
 
         run_call: handle of the replicas' method `run_call`.
         course: state of the call.
@@ -371,10 +375,13 @@ class ServeEngineClient:
 
 
 async def _taken(buffer: ResponseBuffer, course: "_Course") -> list[StreamItem]:
-    """Wait for new items of an answer and return them; an empty list at its end.
+    """Wait for new items of an answer, and return them; return an empty list at its end.
 
-    Raises _AnswerLost if the replica is lost, Unavailable if no replica takes an answer that has
-    begun, GenerationFailed if the replica's code failed.
+    buffer: received items of the answer.
+    course: state of the call, in which the loss of a replica is recorded.
+
+    Raises _AnswerLost if the replica is lost, Unavailable if no replica continues an answer that
+    has begun, GenerationFailed if the replica's code failed or the answer's end was lost.
     """
     request_id = course.sent.attempt_id
     try:
@@ -413,8 +420,8 @@ async def _leave_stopping_replicas(fleet: Fleet, buffers: ResponseBuffers) -> No
 
     Runs until cancelled.
 
-    Serve takes a replica from its list before it stops it, and then waits for the replica's calls.
-    Nothing moves while Serve lists no other replica.
+    Serve removes a replica from its list before it stops it, and then waits for its calls. Nothing
+    moves while Serve lists no other replica.
     """
     since_s: dict[str, float] = {}
     while True:
@@ -459,12 +466,12 @@ class _Course:
 
     fleet: replicas of the base model.
     sent: the call, as its present attempt sends it.
-    log: the engine's outputs for the answer so far, from which another replica can go on.
+    log: the engine's outputs for the answer so far, from which another replica can continue it.
     left: number of attempts left, with the present one.
     begun: whether the client has bytes of the answer.
-    deaths_at_once: number of replicas that were lost just after they took the call, which may be
-        the reason.
-    giving_up: timer that fails an answer that no replica takes over; None if there is none.
+    deaths_at_once: number of replicas that were lost just after they accepted the call, which may
+        be the reason.
+    giving_up: timer that fails an answer that no replica continues; None if there is none.
     """
 
     def __init__(self, fleet: Fleet, sent: EncodedCall) -> None:
@@ -481,7 +488,7 @@ class _Course:
         self._has_bytes = False
 
     def on_taken(self, header: AnswerHeader) -> None:
-        """Record that a replica has taken the call, and its status and the adapter's residency.
+        """Record that a replica has accepted the call, and its status and the adapter's tier.
 
         header: the answer's first header.
         """
@@ -521,7 +528,7 @@ class _Course:
         return Attempt(request_id, decision.replica, waited_s, decision.candidates, failure)
 
     def on_lost(self) -> None:
-        """Record that the replica that took the call was lost."""
+        """Record that the replica that accepted the call was lost."""
         self.fleet.on_replica_lost(self.fleet.accepted_by(self.sent.attempt_id))
 
     def check(self, refusal: Refusal) -> None:
@@ -535,11 +542,13 @@ class _Course:
             raise Unavailable("the replica could not load the adapter")
 
     def _another_can_load(self, refusal: Refusal) -> bool:
-        """Tell the fleet that the adapter failed to load; return True if another replica can take
-        the call. Then the outputs so far are dropped, as the weights may have been damaged.
+        """Return whether to send the call again, as another replica can serve its adapter.
 
-        Return False, without telling the fleet, if `refusal` has another reason, the client has
-        bytes of the answer, or no attempt is left.
+        False if `refusal` has another reason than a failed load, the client has bytes of the
+        answer, or this attempt is the last. Otherwise the fleet is told of the failed load, and
+        knows whether another replica can serve the adapter.
+
+        If True, the outputs so far are dropped: the weights may have been damaged.
         """
         adapter = self.sent.call.adapter
         if self.begun or self.left == 1 or refusal.code != _LOAD_FAILED or adapter is None:
@@ -555,8 +564,8 @@ class _Course:
         return can_load
 
     def may_be_at_fault(self) -> bool:
-        """Return True if the replica was lost within _AT_ONCE_S seconds after it took the call, and
-        made fewer than _PROGRESS_TOKENS tokens.
+        """Return True if the replica was lost within _AT_ONCE_S seconds after it accepted the call,
+        and made fewer than _PROGRESS_TOKENS tokens.
         """
         progress = tokens_in(self.log) - self.sent.made_tokens >= _PROGRESS_TOKENS
         return time.monotonic() - self._taken_s < _AT_ONCE_S and not progress

@@ -70,19 +70,25 @@ def _replace_logits(
     block_rows: tl.constexpr,
     block_hidden: tl.constexpr,
 ) -> None:
-    """Overwrite the logits of some trained tokens for one tile of rows.
+    """Overwrite the logits of some of an adapter's trained tokens, for the rows of one tile.
 
-    Programs beyond the number of an adapter's trained tokens end at once.
+    The grid is [tiles, blocks]. A block is block_rows trained head rows of the tile's adapter, each
+    the lm_head row of one trained token. A program whose block begins behind the adapter's last
+    trained row ends at once.
 
-    x: hidden states.
+    x [rows, hidden]: hidden states.
     arena, table: the adapters' weights, and where each begins (LoraWeights).
-    tiles: slot and tokens of each tile (Tiles.rows).
-    slot_stride, layer_stride: strides of the table.
-    linear: index of the trained head rows in the table.
+    tiles: slot of the adapter, first row of x, and number of rows of each tile (Tiles.rows).
+    logits [rows, vocabulary]: overwritten in place.
+    layer, linear: indices of the trained head rows in the table.
+    slot_stride, layer_stride: strides of the table, in elements.
+    x_stride, logits_stride: elements from one row to the next.
     hidden: width of hidden states.
     upcast: whether to multiply in float32.
-    block_tokens: number of rows of a tile.
-    block_rows: number of trained tokens computed by a program.
+    precision: tl.dot's input_precision.
+    block_tokens: rows of x that a program multiplies: the most that a tile has, rounded up to a
+        power of two, and at least 16.
+    block_rows: trained head rows that a program multiplies with each of these rows of x.
     block_hidden: columns multiplied at once.
     """
     slot, start, length = tile_at(tiles, tl.program_id(0))

@@ -248,13 +248,17 @@ def gated_group_norm(
     lora: LoraDelta | None = None,
     means: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute y / sqrt(mean(y²) + eps) · weight of y = x · silu(gate): groups gated, then normed.
+    """Gate x, then apply an RMS norm to each token's groups.
+
+    With y = x · silu(gate), and m the mean of y² over the width of a group, the result is
+    y / sqrt(m + eps) · weight.
 
     x [tokens, groups, width], contiguous: output of Mamba 2's scan
     gate [tokens, groups, width], each group contiguous: part of a linear layer's output
     lora: LoRA delta of gate, whose rows have gate's shape and strides; added to gate
     weight [groups · width], in x's dtype or float32
-    means [tokens, groups] float32: replaces mean(y²), if other ranks have parts of the groups
+    means [tokens, groups] float32: taken as m, if other ranks have parts of the groups; None: m is
+      computed from y
     → [tokens, groups, width] like x
 
     Computed in float32, and on CUDA rounded once.

@@ -44,11 +44,21 @@ def add_rms_norm(
     *,
     fp8: bool = False,
 ) -> torch.Tensor | Activations:
-    """Set x to x + scale · (delta + lora), and return x / sqrt(mean(x²) + eps) · weight.
+    """Add delta to x in place, and return the RMS norm of the new x.
 
-    Returns x if weight is None. With delta_weight, the delta is normalised first. With an exchange,
-    delta + lora is rounded to x's dtype and summed over ranks before all else. See
-    kernels.pointwise.
+    The steps, each in float32:
+    1. d = delta + lora. With an exchange or a delta_weight, d is rounded to x's dtype.
+    2. With an exchange, d is summed over ranks.
+    3. With a delta_weight, d becomes d / sqrt(mean(d²) + eps) · delta_weight, and is rounded.
+    4. x becomes x + scale · d, and is rounded.
+    5. With a factor, x becomes x · factor, and is rounded again.
+    6. The result is x / sqrt(mean(x²) + eps) · weight, of the x of step 5; that x itself if weight
+       is None.
+
+    fp8: round each row of the result to FP8 as well, and return both as Activations; weight must
+        not be None.
+
+    See kernels.pointwise.add_rms_norm for the other parameters.
     """
     tokens, width = x.shape
     y = None if weight is None else torch.empty_like(x)
@@ -105,8 +115,12 @@ def act_and_mul(
 def squared_relu(
     x: torch.Tensor, lora: LoraDelta | None = None, *, fp8: bool = False
 ) -> torch.Tensor | Activations:
-    """Compute max(x + lora, 0)², rounded once, then to FP8 in another launch: see
-    kernels.pointwise.
+    """Compute max(x + lora, 0)² in float32, and round it once to x's dtype.
+
+    fp8: in a second launch, round each row of the result to FP8 as well, and return both as
+        Activations.
+
+    See kernels.pointwise.squared_relu for the other parameters.
     """
     tokens, width = x.shape
     y = x.new_empty((tokens, width))
@@ -164,9 +178,15 @@ def gated_group_norm(
     lora: LoraDelta | None = None,
     means: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute y / sqrt(mean(y²) + eps) · weight of y = x · silu(gate + lora), rounded once.
+    """Gate x, then apply an RMS norm to each token's groups.
 
-    See kernels.pointwise.
+    With y = x · silu(gate + lora), and m the mean of y² over the width of a group, the result is
+    y / sqrt(m + eps) · weight. It is computed in float32, and rounded once.
+
+    means [tokens, groups] float32: taken as m, if other ranks have parts of the groups
+        (gated_mean_squares); None: m is computed from y.
+
+    See kernels.pointwise.gated_group_norm for the other parameters.
     """
     y = x.new_empty(x.shape)
     _launch_group(x, gate, weight, lora, means, y, eps)

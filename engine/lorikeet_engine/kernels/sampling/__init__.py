@@ -71,8 +71,8 @@ def draw_tokens(
       undefined
     tokens [rows] int64: written in place, only for rows of logits in `draws`
     draws [rows, DRAW_FIELDS] int64: of each draw, the row of logits (ROW), 64 random bits
-      (UNIFORM), log₂(e) / temperature (SCALE), top_k and top_p (TOP_K, TOP_P), and the smallest
-      token weight that min_p keeps (LEAST)
+      (UNIFORM), log₂(e) / temperature as the bits of a float32 (SCALE), top_k (TOP_K), top_p as the
+      bits of a float64 (TOP_P), and the smallest integer weight that min_p keeps (LEAST)
     """
     rows = draws[:, ROW]
     x = logits[rows].float()
@@ -102,14 +102,15 @@ def draw_tokens(
 
 
 def kept_tokens(x: torch.Tensor, draws: torch.Tensor, *, ranked: bool) -> torch.Tensor:
-    """Return which tokens top_k, top_p and min_p keep → [rows, vocab] bool, on any device.
+    """Return a mask of the tokens that top_k, top_p and min_p keep → [rows, vocab] bool.
 
-    The host does not wait for the device.
+    Runs on any device, and does not make the host wait for it.
 
     x [rows, vocab] float32: logits
-    draws [rows, DRAW_FIELDS] int64: of each row SCALE (log₂(e) / temperature), TOP_K, TOP_P and
-        LEAST (smallest weight that min_p keeps); ROW and UNIFORM are not used
-    ranked: whether any row has top_k or top_p
+    draws [rows, DRAW_FIELDS] int64: for row i of x, draws[i] has log₂(e) / temperature as the bits
+        of a float32 (SCALE), top_k (TOP_K), top_p as the bits of a float64 (TOP_P), and the
+        smallest integer weight that min_p keeps (LEAST). ROW and UNIFORM are not used.
+    ranked: whether any row has top_k or top_p; if False, both are ignored
     """
     scale = draws[:, SCALE].to(torch.int32).view(torch.float32)
     weights = _weights(x, x.amax(-1), scale)
