@@ -16,6 +16,7 @@ from lorikeet.text.tools.syntax import GRANITE, HERMES
 from lorikeet_engine.request import SamplingParams
 from tests.gateway.conftest import SHAPE, Gateway, chat, demo_encoder, make_blob, serving
 from tests.gateway.test_bad_requests import CHAT, error_of
+from tests.waiting import eventually
 
 TEMPLATE = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
 SLOW_FOR_LONG = (
@@ -327,4 +328,6 @@ def test_a_warning_of_the_folders_template_names_the_flag_unless_one_is_given(
         warned = gateway.admin("POST", path, body).json()["template_warning"]
         assert "register it with --use-chat-template" in warned
         own = body | {"defaults": {"chat_template": TEMPLATE}}
+        # 503 while the process that renders templates starts
+        assert eventually(lambda: gateway.admin("POST", path, own).is_success, within_s=60)
         assert gateway.admin("POST", path, own).json()["template_warning"] is None
