@@ -15,7 +15,6 @@ class HalfRight:
     """Predictor of one sequence's tokens, of which a fifth is wrong.
 
     expected: the sequence's whole output.
-    predicted: next token by the MTP head.
     """
 
     source = DraftSource.LOOKUP
@@ -23,11 +22,9 @@ class HalfRight:
     def __init__(self, sequence: Sequence, expected: list[int], chance: Random) -> None:
         self.sequence, self.expected, self.chance = sequence, expected, chance
         self.acceptance = chance.choice((0.5, 0.9, 1.0))
-        self.mtp_acceptance = chance.choice((0.3, 0.9, 9.0))  # 9: drafts of the head alone
-        self.predicted: int | None = None
 
     def extend(self, tokens: Iterable[int]) -> None:
-        self.predicted = None
+        pass
 
     def end(self, answers: AdapterAnswers) -> None:
         pass

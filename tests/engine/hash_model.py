@@ -27,7 +27,7 @@ from lorikeet_engine.kernels.attention.protocol import PageTable
 from lorikeet_engine.kernels.lora.types import LoraWeights, Segments
 from lorikeet_engine.models.batch import Batch, StateRows
 from lorikeet_engine.models.config import ModelConfig
-from lorikeet_engine.models.kv_groups import KvGroups, KvPlace
+from lorikeet_engine.models.kv_groups import KvGroups
 from lorikeet_engine.models.states import RecurrentStates
 from lorikeet_engine.request import FinishReason, SamplingParams
 from lorikeet_engine.residency.disk.cache import AdapterSource
@@ -60,9 +60,7 @@ class HashModel:
     adapter.
 
     Groups of layers with a window keep the same keys, and must agree with the group without. With
-    states, a sequence's state is a hash of its tokens, and must agree with its keys. With an MTP
-    head, a token's key has the next token, too.
-
+    states, a sequence's state is a hash of its tokens, and must agree with its keys.
     before: called with every batch before it is computed; may raise.
     after: called after every batch; may raise.
     """
@@ -113,36 +111,6 @@ class HashModel:
     ) -> torch.Tensor:
         return _logits(hidden + _shifts(len(hidden), lora, segments))
 
-    def predict(
-        self,
-        hidden: torch.Tensor,
-        batch: Batch,
-        kv: torch.Tensor,
-        lora: LoraWeights,
-        attention: object,
-    ) -> torch.Tensor:
-        """Return logits of tokens after the next ones, as the next step has them; check that keys
-        of earlier steps have the right next tokens.
-        """
-        assert len(hidden) == len(batch.token_ids)
-        keys = kv[0, 0].flatten(0, 1).squeeze(1)
-        keys[batch.kv_slots[0], 3] = batch.token_ids.float()
-        stored = batch.token_ids.float(), batch.positions.float() + 1, _marks(batch, lora)
-        following, hashes = torch.stack(stored, 1).numpy(), list[float]()
-        rows = batch.logit_rows.tolist()  # ascending
-        for i, (start, end) in enumerate(pairwise(batch.query_starts.tolist())):
-            whole = _read(keys, batch.page_tables[0], i, 4)
-            before = len(whole) - (end - start)
-            inner = np.flatnonzero(np.arange(1, before + 1) % PAGE)  # other texts may share pages
-            same = np.array_equal(whole[inner, 3], whole[inner + 1, 0])
-            assert same or not self.started, "the head read other next tokens"
-            for at in (row for row in rows if start <= row < end):
-                read = whole[: before + at - start + 1, :3]
-                hashes.append(_hash(np.concatenate([read, following[at : at + 1]])))
-        if not rows:
-            return torch.empty(0, VOCAB)
-        return self.logits(torch.tensor(hashes).unsqueeze(1), lora, batch.head_segments)
-
 
 def build(
     folder: Path,
@@ -163,8 +131,7 @@ def build(
     if not (folder / "model").exists():
         write_config(folder / "model", CONFIG)
     config = ModelConfig.from_folder(folder / "model")
-    mtp = KvPlace(0, 0) if settings.get("speculation") == "mtp" else None
-    config = replace(config, kv_groups=KvGroups(1, windows, ()), mtp=mtp)
+    config = replace(config, kv_groups=KvGroups(1, windows, ()))
     model = HashModel(config, states=states)
     sizes = {"adapter_gpu_bytes": 1 << 20, "adapter_host_bytes": 1 << 20, **settings}
     sizes |= {"page_size": PAGE, "kv_bytes": kv_pages * 2 * 4 * PAGE * config.shape.head_dim}
@@ -244,13 +211,11 @@ def _logits(hashes: torch.Tensor) -> torch.Tensor:
     return -0.5 * torch.remainder(torch.arange(VOCAB) - hashes, VOCAB)
 
 
-def _read(
-    keys: torch.Tensor, table: PageTable, sequence: int, columns: int = 3
-) -> npt.NDArray[np.generic]:
+def _read(keys: torch.Tensor, table: PageTable, sequence: int) -> npt.NDArray[np.generic]:
     """Read a sequence's entries from its pages. keys: [slots, head_dim]."""
     pages = torch.from_numpy(table.pages[table.starts[sequence] : table.starts[sequence + 1]])
     at = pages.long().repeat_interleave(PAGE) * PAGE + torch.arange(PAGE).repeat(len(pages))
-    return keys[at[: table.kv_lengths[sequence]], :columns].numpy()
+    return keys[at[: table.kv_lengths[sequence]], :3].numpy()
 
 
 def _update(

@@ -182,6 +182,8 @@ class HostedTraffic(OverlappedTraffic):
 class DraftedTraffic(OverlappedTraffic):
     """Traffic in which any sequence may have a draft in any step, however little it gains."""
 
+    speculation = "lookup"
+
     @initialize(
         running=st.sampled_from((24, 18, 12, 6)),
         spare=st.sampled_from((20, 7, 3)),
@@ -190,11 +192,9 @@ class DraftedTraffic(OverlappedTraffic):
         seed=st.integers(0, 99),
         overlap=st.sampled_from((True, True, False)),
         windows=st.sampled_from((WHOLE, WINDOWED)),
-        speculation=st.sampled_from(("mtp", "lookup")),
     )
-    def begin(self, running, spare, kv_pages, places, seed, overlap, windows, speculation):
+    def begin(self, running, spare, kv_pages, places, seed, overlap, windows):
         self.overlap, self.windows, self.patch = overlap, windows, pytest.MonkeyPatch()
-        self.speculation = speculation
         draft_half_right(self.patch, lambda *choice: self.checked.expected[choice][0], seed)
         super().begin(running, spare, kv_pages, places)
 
@@ -217,11 +217,10 @@ class DraftedStates(DraftedTraffic):
         seed=st.integers(0, 99),
         overlap=st.sampled_from((True, True, False)),
         cached=st.sampled_from((12, 5, 3, 1)),
-        speculation=st.sampled_from(("mtp", "lookup")),
     )
-    def begin(self, running, spare, kv_pages, places, seed, overlap, cached, speculation):
+    def begin(self, running, spare, kv_pages, places, seed, overlap, cached):
         self.cached_states = cached
-        super().begin(running, spare, kv_pages, places, seed, overlap, WHOLE, speculation)
+        super().begin(running, spare, kv_pages, places, seed, overlap, WHOLE)
         self.patch.setattr(KVCache, "state_piece", PAGE)
         self.patch.setattr(batch_builder, "CHUNK", PAGE)
 
