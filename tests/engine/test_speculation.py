@@ -342,7 +342,7 @@ def test_a_hybrid_goes_back_to_the_state_before_a_rejected_token(
     assert on.tokens == off.tokens
     assert on.finish == off.finish
     status = on.engine.status()
-    assert 50 < status.accepted_tokens < status.drafted_tokens - 20
+    assert 100 < status.accepted_tokens < status.drafted_tokens - 20
 
 
 def test_a_draft_lengthens_no_answer(make, eager):
