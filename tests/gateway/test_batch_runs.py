@@ -20,8 +20,8 @@ from lorikeet.catalog.store.object_store import ObjectStore, open_store
 from lorikeet.errors import ObjectExists, StoreError
 from lorikeet.file_store import FileStore
 from lorikeet.gateway.batches import runner
+from lorikeet.gateway.batches.line_turns import LineTurns
 from lorikeet.gateway.batches.runner import BatchRunner
-from lorikeet.gateway.batches.turns import Turns
 
 T = TypeVar("T")
 CHAT = "/v1/chat/completions"
@@ -293,7 +293,7 @@ async def test_lines_that_wait_to_be_sent_again_hold_up_no_other_tenant(tmp_path
 @in_loop
 async def test_another_request_waits_for_few_lines_even_if_all_are_answered_at_once() -> None:
     """The request takes ten iterations of the event loop, each of which may answer one line."""
-    turns, answers, ended = Turns(lambda: False), asyncio.Event(), list[int]()
+    turns, answers, ended = LineTurns(lambda: False), asyncio.Event(), list[int]()
 
     async def line(number: int) -> None:
         await answers.wait()
@@ -311,7 +311,7 @@ async def test_another_request_waits_for_few_lines_even_if_all_are_answered_at_o
 
 @in_loop
 async def test_beside_other_requests_lines_leave_most_of_the_event_loops_time() -> None:
-    turns, begun_s = Turns(lambda: True), list[float]()
+    turns, begun_s = LineTurns(lambda: True), list[float]()
 
     async def line() -> None:
         for _ in range(5):
@@ -327,7 +327,7 @@ async def test_beside_other_requests_lines_leave_most_of_the_event_loops_time() 
 
 @in_loop
 async def test_turns_pass_on_results_errors_and_cancellations() -> None:
-    turns, seen = Turns(lambda: False), list[str]()
+    turns, seen = LineTurns(lambda: False), list[str]()
 
     async def line(end: str) -> str:
         try:
@@ -361,7 +361,7 @@ async def test_turns_pass_on_results_errors_and_cancellations() -> None:
     assert early.cancelled()
 
 
-async def in_turns(turns: Turns, work: Coroutine[Any, Any, T]) -> T:
+async def in_turns(turns: LineTurns, work: Coroutine[Any, Any, T]) -> T:
     return await turns.run(work)
 
 

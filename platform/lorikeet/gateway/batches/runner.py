@@ -35,8 +35,8 @@ from lorikeet.batch_store import (
 from lorikeet.errors import LorikeetError, NotFound, StoreError
 from lorikeet.file_store import FileStore
 from lorikeet.gateway.batches.line_answers import Answered, answer_line
+from lorikeet.gateway.batches.line_turns import LineTurns
 from lorikeet.gateway.batches.lines import Json, Line, check_lines, error_json, read_lines
-from lorikeet.gateway.batches.turns import Turns
 from lorikeet.gateway.error_responses import OK
 
 log = logging.getLogger(__name__)
@@ -93,7 +93,7 @@ class BatchRunner:
         self.batches, self.files = batches, files
         self._at_once, self._lines_of = at_once, lines_of
         self._app, self._answering = app, asyncio.Semaphore(at_once)
-        self._turns = Turns(others_run)
+        self._turns = LineTurns(others_run)
         self._threads = ThreadPoolExecutor(MAX_RUNS + 2, thread_name_prefix="batches")
         self._runs: dict[str, asyncio.Task[None]] = {}  # by tenant
         self._woken = asyncio.Event()

@@ -16,7 +16,7 @@ run.
 _SHORTEST_REST_S = 1e-3
 
 
-class Turns:
+class LineTurns:
     """Turns of coroutines in one event loop: one step of one of them in each of its iterations.
 
     A step is the work from one await that waits to the next. When the engine ends hundreds of lines
