@@ -4,13 +4,13 @@ On CUDA no step waits for a copy:
 
     computing   gather pages into a half │ step that writes to these pages │ …
     storing              copy the half to the host   │ (then the half may be filled again)
-    fetching    copy pages from the host to a buffer │ scatter them into pages │ …
+    fetching    copy pages from the host to a buffer │ copy more to another buffer │ …
+    scattering                                       │ scatter the first into pages │ …
 
 A page that is stored is first gathered into one of two halves of a buffer on the device, right
 before the step that may write to it. The leading rank stores pages only if a half is free; the
-others are dropped. A fetch scatters pages on a stream of its own, behind all steps launched so far,
-since the last one may still read what was in those pages. The host waits for its end before a
-sequence shares the pages.
+others are dropped. A fetch scatters pages behind all steps launched so far, since the last one may
+still read what was in those pages. The host waits for its end before a sequence shares the pages.
 
 A page's row on the host ends with the checksum (checksums.py) of its words, which is computed on
 the device when the page is stored, and again when it is fetched.
@@ -23,6 +23,7 @@ from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import cycle
 from typing import NamedTuple
 
 import numpy as np
@@ -42,7 +43,7 @@ log = logging.getLogger(__name__)
 _WORD = torch.int64
 _HALF_BYTES = 256 << 20
 _PART_BYTES = 32 << 20
-_AT_ONCE_BYTES = 256 << 20  # 5 ms of the bus, as for adapters (residency/gpu/image_copies.py)
+_AT_ONCE_BYTES = 272 << 20  # 5 ms of the bus, as for adapters (residency/gpu/image_copies.py)
 _PARTS_UNDER_WAY = 2
 _STATES_AT_ONCE = 4  # stored before one step
 _ABANDON_S = 10.0
@@ -152,18 +153,21 @@ class CudaRankPages(RankPages):
 
         half: maximum number of pages to store before a step; the buffer for stores has two halves
             of so many pages.
-        part: number of pages to copy to the device in one part.
+        part: number of pages to copy to the device in one part; there are two buffers for parts.
         """
         super().__init__(tensors, host)
         self._storing = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         self._fetching = torch.cuda.Stream(self.device, priority=-1)  # type: ignore[no-untyped-call]
+        self._scattering = torch.cuda.Stream(self.device, priority=-1)  # type: ignore[no-untyped-call]
 
         def rows(count: int) -> torch.Tensor:
             return torch.empty(count, self._host.shape[1], dtype=_WORD, device=self.device)
 
-        self._halves, self._part = deque((rows(half), rows(half))), rows(part)
+        self._halves, self._part = deque((rows(half), rows(half))), part
+        self._arriving = rows(part), rows(part)
         # By half, in the same order: the end of the last copy from it to the host.
         self._stored: deque[torch.cuda.Event | None] = deque((None, None))
+        self._newest_slots: frozenset[int] = frozenset()  # of the last copy to the host
         self.store([PageCopy(0, 0)])  # loads the kernels now, not during requests
         if self.fetch([PageCopy(0, 0)])():
             raise SettingsError("a KV page came back damaged from host memory")
@@ -183,8 +187,8 @@ class CudaRankPages(RankPages):
         computing = torch.cuda.current_stream(self.device)
         if stored is not None:
             computing.wait_event(stored)
-        for begin in range(0, len(copies), len(self._part)):
-            some = copies[begin : begin + len(self._part)]
+        for begin in range(0, len(copies), self._part):
+            some = copies[begin : begin + self._part]
             rows = half[begin : begin + len(some)]
             pages = self._pages_of(some)
             for each in self._parts:
@@ -196,54 +200,63 @@ class CudaRankPages(RankPages):
                 into = self._host[slot : slot + count]
                 into.copy_(half[row : row + count], non_blocking=True)
         self._stored[1] = self._storing.record_event()
+        self._newest_slots = frozenset(copy.slot for copy in copies)
 
     def fetch(self, copies: Sequence[PageCopy]) -> Callable[[], int]:
-        """Prepare a copy of pages to the device, after all steps and stores launched so far.
+        """Prepare a copy of pages to the device, after all steps launched so far.
 
         Returns a function that copies, waits for the end and returns the number of pages with a
         wrong checksum.
         """
         launched = torch.cuda.current_stream(self.device).record_event()
-        return partial(self._fetch_behind, copies, launched, self._storing.record_event())
+        # The last store usually makes room for these very pages: the bus carries both at once.
+        newest = not self._newest_slots.isdisjoint(copy.slot for copy in copies)
+        return partial(self._fetch_behind, copies, launched, self._stored[newest])
 
     def _fetch_behind(
-        self, copies: Sequence[PageCopy], steps: torch.cuda.Event, stores: torch.cuda.Event
+        self, copies: Sequence[PageCopy], steps: torch.cuda.Event, stores: torch.cuda.Event | None
     ) -> int:
         """Copy pages from the host in parts; wait; return the number with a wrong checksum.
 
         steps: event after which the pages on the device may be written to.
-        stores: event after which the host has the pages.
+        stores: event after which the host has the pages; None: it has them.
         """
         most = _PARTS_UNDER_WAY
         if len(copies) * self._host.shape[1] * _WORD.itemsize <= _AT_ONCE_BYTES:
             most = len(copies)
-        under_way = deque[torch.cuda.Event]()
+        under_way, begins = deque[torch.cuda.Event](), range(0, len(copies), self._part)
         try:
-            with torch.cuda.stream(self._fetching):
+            if stores is not None:
                 self._fetching.wait_event(stores)
+            self._scattering.wait_event(steps)
+            with torch.cuda.stream(self._scattering):
                 damaged = torch.zeros((), dtype=_WORD, device=self.device)
-                for begin in range(0, len(copies), len(self._part)):
+                for begin, arriving in zip(begins, cycle(self._arriving), strict=False):
                     if len(under_way) >= most:
                         under_way.popleft().synchronize()
-                    some = copies[begin : begin + len(self._part)]
-                    damaged += self._fetch_part(some, steps)
+                    if len(under_way) >= len(self._arriving):
+                        self._fetching.wait_event(under_way[-len(self._arriving)])
+                    damaged += self._fetch_part(copies[begin : begin + self._part], arriving)
                     over = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-                    over.record(self._fetching)
+                    over.record(self._scattering)
                     under_way.append(over)
                 result = Download(damaged)
             return int(result.wait())
         finally:  # after an error, too: the pages then go to other sequences
             self._fetching.synchronize()
+            self._scattering.synchronize()
 
-    def _fetch_part(self, copies: Sequence[PageCopy], steps: torch.cuda.Event) -> torch.Tensor:
-        """Launch copies of as many pages as the buffer holds; return the number of damaged ones, on
-        the device.
+    def _fetch_part(self, copies: Sequence[PageCopy], arriving: torch.Tensor) -> torch.Tensor:
+        """Launch copies of pages; return the number of damaged ones, on the device.
+
+        arriving: buffer on the device, with a row for each page or more.
         """
-        rows = self._part[: len(copies)]
-        for row, slot, count in _runs(copies):
-            source = self._host[slot : slot + count]
-            rows[row : row + count].copy_(source, non_blocking=True)
-        self._fetching.wait_event(steps)
+        rows = arriving[: len(copies)]
+        with torch.cuda.stream(self._fetching):
+            for row, slot, count in _runs(copies):
+                source = self._host[slot : slot + count]
+                rows[row : row + count].copy_(source, non_blocking=True)
+        self._scattering.wait_stream(self._fetching)
         pages = self._pages_of(copies)
         for each in self._parts:
             each.words.index_copy_(1, pages, each.of(rows).transpose(0, 1))
@@ -466,7 +479,7 @@ def buffer_bytes(page_bytes: int, state_bytes: int, settings: EngineSettings, gr
     if state_bytes:
         buffers.append((state_bytes, _state_buffers(state_bytes)))
     for size, (half, part) in buffers:
-        taken += (2 * half + 3 * part) * (size + _WORD.itemsize)  # 2 parts for kernels' results
+        taken += (2 * half + 4 * part) * (size + _WORD.itemsize)  # 2 parts for kernels' results
     return taken
 
 
