@@ -222,8 +222,8 @@ class Scheduler:
         Prefill: give chunks of prompts to running sequences, and to waiting ones that may begin.
 
         Beside running sequences in the foreground, all sequences in the background together compute
-        only so many tokens as lengthen it by about 3%. Those without a chunk keep their slots and
-        pages.
+        only so many tokens as lengthen it by about 3%; in a step of their own, as many as take some
+        50 ms. Those without a chunk keep their slots and pages.
 
         step_budget: bounds the sum of the ranks of the step's adapters, and the prompt tokens.
         """
@@ -387,13 +387,13 @@ class Scheduler:
         """Return the number of tokens of background sequences that the step may compute.
 
         active: running sequences that still compute tokens.
-        step_budget: limits these tokens if foreground sequences run.
+        step_budget: limits these tokens.
         """
         if not self._in_background:
             return self._limits.tokens
         foreground = [sequence for sequence in active if not sequence.background]
         if not foreground:
-            return self._limits.tokens
+            return min(self._limits.tokens, step_budget.background_tokens_alone())
         rows = sum(sequence.decode_tokens for sequence in foreground if sequence.decodes)
         return step_budget.background_tokens(rows)
 
