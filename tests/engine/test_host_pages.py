@@ -137,6 +137,17 @@ def test_a_prefix_comes_back_from_the_disk(tmp_path, always_fetch):
     assert answer(engine) <= computed - len(LONG) + PAGE, "the pages stayed on the disk"
 
 
+def test_a_page_is_written_to_a_small_disk_once(tmp_path):
+    engine = checked(tmp_path, host_pages=40, disk_pages=4)
+    for which in range(50, 56):
+        answer(engine, (which, *LONG[1:]))
+    for _ in range(200):
+        engine.fetch()
+        engine.step()
+    assert usage(engine.engine).written <= usage(engine.engine).stored
+    assert not engine.fetches.work, "nothing is left to write"
+
+
 @pytest.mark.parametrize("damage", ["a byte", "a page of another prompt", "an error"])
 def test_pages_damaged_on_the_disk_are_computed_again(damage, tmp_path, always_fetch, monkeypatch):
     engine = checked(tmp_path, host_pages=24, disk_pages=200)

@@ -229,7 +229,7 @@ class PageSlots:
                 del self._of_tenants[cached.tenant]
             if slot not in self._holds:
                 self._free.append(slot)
-            self._on_forget(cached)
+            self._on_forget(slot, cached)
 
     def forget_keys(self, keys: Iterable[bytes]) -> None:
         """Drop the pages with these keys, in all groups of layers."""
@@ -274,8 +274,8 @@ class PageSlots:
         """Whether other pages may replace a page."""
         return True
 
-    def _on_forget(self, cached: CachedPage) -> None:
-        """React to the loss of a page."""
+    def _on_forget(self, slot: int, cached: CachedPage) -> None:
+        """React to the loss of the page in a slot."""
 
 
 class HostPages(PageSlots):
@@ -316,6 +316,7 @@ class HostPages(PageSlots):
         self._fetch_s, self._costs, self._read_s = fetch_s, costs, read_s
         self._keepers = Counter[tuple[int, bytes]]()  # kept prompts with a page, by group and key
         self._to_keep: list[CachedPage] = []  # perhaps not on the host yet
+        self._written = set[int]()  # slots whose pages were written to the disk, or came from it
         self._fetching = self._reading = 0  # pages
 
     @property
@@ -401,6 +402,7 @@ class HostPages(PageSlots):
                 self._cancel(Arrival(pages, tuple(reads)))
                 return None
             self.disk.touch(place)
+            self._written.add(slot)
             reads.append(DiskCopy(place, slot, key))
             pages |= self.hold([slot])
         self._fetching += len(pages)
@@ -435,19 +437,19 @@ class HostPages(PageSlots):
     def begin_writes(self) -> tuple[DiskCopy, ...]:
         """Choose pages to write to the disk, and keep them and their places until `end_writes`.
 
-        They are the least recently used ones that the disk lacks; none while an eighth of the slots
-        is free.
+        They are the least recently used ones; none while an eighth of the slots is free. A page is
+        written once while it is in host memory, even if the disk loses it again, as a disk smaller
+        than host memory would.
         """
         disk = self.disk
         if disk is None or disk.room <= 0 or len(self._free) > self.slots // 8:
             return ()
         for slot in islice(self._order, _MOST_LOOKED_AT):
-            cached = self._pages[slot]
-            if cached.key not in disk.pages_of[cached.group]:
-                before = disk.room
-                disk.store(cached, slot)
-                if not 0 < disk.room < before:
-                    break
+            if disk.room <= 0:
+                break
+            if slot not in self._written:
+                self._written.add(slot)
+                disk.store(self._pages[slot], slot)
         copies = disk.take_to_store()
         self.hold(copy.page for copy in copies)
         places = disk.hold(copy.slot for copy in copies)
@@ -514,8 +516,9 @@ class HostPages(PageSlots):
     def _is_replaceable(self, cached: CachedPage) -> bool:
         return (cached.group, cached.key) not in self._keepers
 
-    def _on_forget(self, cached: CachedPage) -> None:
+    def _on_forget(self, slot: int, cached: CachedPage) -> None:
         """Drop the kept prompts that have lost a page."""
+        self._written.discard(slot)
         if not self._is_replaceable(cached):
             for name in [name for name, pages in self.kept.items() if cached in pages]:
                 self._drop(name)
