@@ -242,8 +242,10 @@ class Scheduler:
         if self._cache.states is not None:
             chunks = [self._with_state(chunk) for chunk in chunks]
         self._throughput.step_planned(prefills.saturated)
-        room = self._limits.sequences - len(active)
-        predicts = self._drafts is not None and self._drafts.predicts(chunks, room)
+        predicts = False
+        if self._drafts is not None:
+            room, alone = self._limits.sequences - len(active), self._alone(chunks, active)
+            predicts = self._drafts.predicts(chunks, room, alone=alone)
         return StepPlan(chunks, self._drop_failed(prefills.failed), budget.scored, predicts)
 
     def launched(self, chunks: list[Chunk], forced: Mapping[int, tuple[int, ...]]) -> None:
@@ -438,8 +440,8 @@ class Scheduler:
             limits.sequences - len(active) - waiting,
             limits.tokens - sum(chunk.length for chunk in decodes),
         )
-        alone = len(decodes) == len(active) and not waiting
-        drafts, holds = self._drafts.choose([c.sequence for c in decodes], room, alone=alone)
+        alone, sequences = self._alone(decodes, active), [chunk.sequence for chunk in decodes]
+        drafts, holds = self._drafts.choose(sequences, room, alone=alone)
         if holds and not drafts:
             for chunk in decodes:
                 chunk.sequence.awaits_read = bool(chunk.sequence.pending_rows)
@@ -455,6 +457,13 @@ class Scheduler:
                 assert grown, "a draft without KV pages"
                 decodes[at] = chunk._replace(end=end, drafted=drafted, holds=True)
         return decodes
+
+    def _alone(self, chunks: list[Chunk], active: list[Sequence]) -> bool:
+        """Whether all sequences have a chunk.
+
+        active: running sequences that still compute tokens.
+        """
+        return len(chunks) == len(active) and not self.waiting
 
     def _count_background(self, chunk: Chunk) -> None:
         if chunk.sequence.background:
