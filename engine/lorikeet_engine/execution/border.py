@@ -31,7 +31,7 @@ from lorikeet_engine.costs import StepCosts
 from lorikeet_engine.device.border_memory import BorderMemory, MoveUnit, border_memory
 from lorikeet_engine.device.memory import resolve
 from lorikeet_engine.execution.kv_tensors import kv_shape
-from lorikeet_engine.execution.memory_plan import arena_bytes, border_unit
+from lorikeet_engine.execution.memory_plan import arena_bytes, border_unit, least_units
 from lorikeet_engine.models.config import ModelConfig
 from lorikeet_engine.parallel.followers import Followers
 from lorikeet_engine.residency.tiers import Tiers
@@ -46,7 +46,6 @@ log = logging.getLogger(__name__)
 _FIRST_NUMBER = 1 << 62  # of moves in reports, apart from those of copies
 _CANDIDATES = 32  # units of KV pages among which the one with the fewest used pages is chosen
 _MOST_DRAINING = 8  # units of KV pages that are withdrawn while sequences still have pages there
-_REMEMBERED = 4  # part of the KV pages' memory for which each side remembers evictions
 
 
 class RankBorder:
@@ -123,7 +122,7 @@ class Border:
         self._unit, self._memory, self._tiers = rank.unit, rank.memory, tiers
         self._costs, self._followers, self._wake = costs, followers, wake
         self._units = pages // rank.unit.pages
-        self._least_units = max(-(-self._units // 4), -(-least_pages // rank.unit.pages))
+        self._least_units = least_units(self._units, least_pages, rank.unit)
         self._arena_units, self._most_units = rank.arena_units, rank.most_units
         self._in_kv = set(range(self._units))  # units whose pages sequences may get
         self._draining: list[int] = []  # units of KV pages that are withdrawn
@@ -138,9 +137,8 @@ class Border:
         self._broken = False
         self._decided_s = self._seen_s = time.monotonic()
         self._adapters_s = self._pages_s = 0.0  # lost since the last decision
-        remembered = -(-self._units // _REMEMBERED)
-        self._remembered_pages = remembered * rank.unit.pages
-        tiers.remember_evicted(remembered * rank.unit.bytes)
+        self._pages_in_all = pages
+        tiers.remember_evicted(self._units * rank.unit.bytes)
 
     @property
     def status(self) -> BorderUsage:
@@ -149,6 +147,7 @@ class Border:
             self._unit.bytes,
             self._arena_units,
             self._units - len(self._lent),
+            len(self._lent),
             self._units - self._least_units,
             len(self._moves) + len(self._draining),
             self._to_adapters,
@@ -157,7 +156,7 @@ class Border:
 
     def reset(self, cache: KVCache) -> None:
         """Begin with a new, empty KV cache: it gets the pages that have memory."""
-        cache.evicted = Evicted(self._remembered_pages)
+        cache.evicted = Evicted(self._pages_in_all)
         self._in_kv.update(self._draining)
         self._draining.clear()
         for unit in set(range(self._units)) - self._in_kv:

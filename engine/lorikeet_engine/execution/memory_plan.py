@@ -44,6 +44,7 @@ class MemoryPlan:
         pages, this holds for sequences of max_context tokens.
     max_context: maximum number of tokens of prompt plus output that model and settings allow.
     kv_of_longest: bytes of KV pages that one sequence of max_context tokens needs.
+    lendable: bytes of KV pages that adapters may borrow; 0 with a fixed border.
     """
 
     weights: int
@@ -56,6 +57,7 @@ class MemoryPlan:
     kv_tokens: int
     max_context: int
     kv_of_longest: int
+    lendable: int = 0
 
     @property
     def total(self) -> int:
@@ -81,6 +83,12 @@ def plan_memory(
     _take(memory, "steps and graphs", step_bytes(config, shape, settings))
     slots, pages = count_states_and_pages(config, shape, settings, memory, lambda number: number)
     page_bytes, needs = _page_bytes(config, shape, settings), page_needs(config, settings)
+    kv_tokens, lendable = needs.tokens(pages, config.max_context), 0
+    if settings.moving_border:
+        unit = border_unit(config, shape, settings)
+        longest = needs.in_steps(min(config.max_context, kv_tokens))
+        units = pages // unit.pages
+        lendable = (units - least_units(units, longest, unit)) * unit.bytes
     return MemoryPlan(
         weights=weights,
         slot_pool=memory.bytes["slot pool"],
@@ -89,9 +97,10 @@ def plan_memory(
         cached_states=max(0, slots - least_states(settings)),
         kv=pages * page_bytes,
         kv_dtype=settings.kv_dtype,
-        kv_tokens=needs.tokens(pages, config.max_context),
+        kv_tokens=kv_tokens,
         max_context=config.max_context,
         kv_of_longest=needs.in_steps(config.max_context) * page_bytes,
+        lendable=lendable,
     )
 
 
@@ -217,6 +226,16 @@ def arena_bytes(config: ModelConfig, shape: BaseShape, settings: EngineSettings,
         return size
     unit = border_unit(config, shape, settings).bytes
     return -(-size // unit) * unit
+
+
+def least_units(units: int, longest: int, unit: BorderUnit) -> int:
+    """Return the units of KV pages that adapters never borrow: a quarter, and those of one
+    sequence.
+
+    units: all units of KV pages.
+    longest: pages of the longest sequence.
+    """
+    return max(-(-units // 4), -(-longest // unit.pages))
 
 
 def count_slots(elements: int, shape: BaseShape, at_least: int) -> int:

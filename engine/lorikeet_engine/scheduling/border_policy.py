@@ -1,10 +1,10 @@
 """Policy of the border between adapters and KV pages: the side that loses more time gets memory.
 
-Each side remembers what it evicted last, as much as `reach` more memory would still hold (ghost
-lists, as in ARC, Megiddo and Modha 2003). What is wanted again from there costs time that more
-memory would have saved: the load of an adapter, or the computation of a prefix. So does the time in
-which requests wait for memory of that side alone. The rate of these seconds is a side's demand
-(FastLibra, arXiv 2505.03756, compares the two sides by time to first token, too).
+Each side remembers what it evicted last, as much as all the memory that moves would still hold
+(ghost lists, as in ARC, Megiddo and Modha 2003). What is wanted again from there costs time that
+more memory would have saved: the load of an adapter, or the computation of a prefix. So does the
+time in which requests wait for memory of that side alone. The rate of these seconds is a side's
+demand (FastLibra, arXiv 2505.03756, compares the two sides by time to first token, too).
 
 The border moves towards the side whose demand is higher than _TIMES the other's. It begins with one
 unit and goes twice as far with each decision, so a short burst moves little, and a swing of the
@@ -17,7 +17,7 @@ from collections.abc import Iterable
 
 EVERY_S = 0.25
 """Seconds between two decisions."""
-_HALF_LIFE_S = 5.0
+_HALF_LIFE_S = 2.0
 _TIMES = 2.0
 _LEAST = 0.01  # seconds lost per second below which nothing moves
 _LARGEST_STEP = 64  # part of the memory that a decision moves at most
@@ -87,6 +87,10 @@ class BorderPolicy:
             direction = 1
         elif self.pages > max(_LEAST, _TIMES * self.adapters):
             direction = -1
+        if direction > 0:  # half of what was lost, as the side now has more
+            self.adapters /= 2
+        elif direction < 0:
+            self.pages /= 2
         further = self._step * direction > 0
         self._step = direction * min(self._most, 2 * abs(self._step) if further else 1)
         return self._step

@@ -179,6 +179,7 @@ class BorderUsage(NamedTuple):
 
     unit_bytes: bytes of a unit on each GPU.
     arena_units, kv_units: units of each side now, with those that are about to arrive.
+    lent_units: units that the adapters have borrowed.
     lendable_units: units of KV pages that the adapters may borrow at most.
     moving: units that are moving or wait for sequences to end.
     to_adapters, to_pages: units that have moved since the start.
@@ -187,6 +188,7 @@ class BorderUsage(NamedTuple):
     unit_bytes: int
     arena_units: int
     kv_units: int
+    lent_units: int
     lendable_units: int
     moving: int
     to_adapters: int
