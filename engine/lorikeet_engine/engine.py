@@ -25,7 +25,7 @@ from lorikeet_engine.residency.disk.cache import AdapterSource
 from lorikeet_engine.residency.tiers import Tiers
 from lorikeet_engine.sampling.grammar import Grammars, grammar_error
 from lorikeet_engine.scheduling.deadlines import Deadlines
-from lorikeet_engine.scheduling.host_pages import HostPageCounts, HostPages
+from lorikeet_engine.scheduling.host_pages import HostPageCounts, HostPages, PageSlots
 from lorikeet_engine.scheduling.kv_cache import KVCache
 from lorikeet_engine.scheduling.request_queue import InputProcessor, RequestQueue
 from lorikeet_engine.scheduling.scheduler import Scheduler, SchedulerLimits, StepPlan
@@ -262,7 +262,7 @@ class Engine:
             inter_token_s={tier: gaps.read() for tier, gaps in counters.inter_token_s.items()},
             tensor_parallel=self.info.tensor_parallel,
             states=_state_usage(cache.states, self._state_bytes),
-            host_pages=_host_usage(cache, counters.host_tokens),
+            host_pages=_host_usage(cache, counters),
             border=None if self._border is None else self._border.status,
         )
 
@@ -335,12 +335,20 @@ class Engine:
         def fetch_s(size: int) -> float:
             return self._tiers.load_costs().load_s(Residency.HOST, size)
 
-        counts, memory = self._counters.host_pages, copies.memory
-        pages = HostPages(memory.slots, copies.page_bytes, groups, counts, fetch_s, costs)
+        counters, memory = self._counters, copies.memory
+
+        def slots(
+            number: int, size: int, groups: int, counts: HostPageCounts, places: int
+        ) -> HostPages:
+            disk = PageSlots(places, groups, counters.disk_pages) if places else None
+            return HostPages(number, size, groups, counts, fetch_s, costs, disk, copies.read_s)
+
+        counts = counters.host_pages
+        pages = slots(memory.slots, copies.page_bytes, groups, counts, memory.places)
         if memory.states is None:
             return pages, None
-        of_state = memory.state_slots, copies.state_bytes, 1, HostPageCounts()
-        return pages, HostPages(*of_state, fetch_s, costs)
+        of_states = memory.state_slots, copies.state_bytes, 1, HostPageCounts()
+        return pages, slots(*of_states, memory.state_places)
 
     def _drop_prompts(self) -> None:
         names, self._kept_names = self._kept_names, None
@@ -474,8 +482,8 @@ def _state_usage(states: StatePool | None, slot_bytes: int) -> StateUsage | None
     return StateUsage(*used, counts.restored, counts.saved, counts.evicted)
 
 
-def _host_usage(cache: KVCache, tokens: int) -> HostPageUsage | None:
-    host, states = cache.host, cache.host_states
+def _host_usage(cache: KVCache, counters: StepCounters) -> HostPageUsage | None:
+    host, states, disk = cache.host, cache.host_states, counters.disk_pages
     if host is None:
         return None
     counts = host.counts
@@ -487,10 +495,13 @@ def _host_usage(cache: KVCache, tokens: int) -> HostPageUsage | None:
         counts.fetched,
         counts.evicted,
         counts.damaged,
-        tokens,
+        counters.host_tokens,
         host.used_by_prompts,
         0 if states is None else states.used,
         0 if states is None else states.slots,
+        *((host.disk.used, host.disk.slots) if host.disk is not None else (0, 0)),
+        disk.stored,
+        disk.fetched,
     )
 
 

@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 _RANK = 16
 # Numbers of decodes that are timed. A single decode has matrix kernels of its own on CUDA.
 _DECODES = (1, 2, 32, 128, 256)
+_PREDICTED = 32  # decodes of the step that gives head_s
 _FEW = 2  # decodes: a step of no more is too small to tell how larger ones behave
 _LONG_CONTEXT = 4096
 # Tokens of the chunk, and its two depths, that give the cost of tokens a prompt attends to.
@@ -73,6 +74,11 @@ def measure_step_costs(
         if dummies.count:
             with dummies.in_place(arena):
                 costs = _with_lora(costs, steps, dummies, chunk)
+        if runner.model.config.mtp is not None:
+            decodes = min(_PREDICTED, settings.max_running)
+            if costs.rows_s(decodes) > _SLOW_S:
+                decodes = min(_FEW, decodes)
+            costs = replace(costs, head_s=steps.head_s(decodes))
     if not dummies.count and settings.inter_token_goal_s is not None:
         raise SettingsError(
             f"adapter_gpu_bytes={settings.adapter_gpu_bytes}: too small to measure what ranks "

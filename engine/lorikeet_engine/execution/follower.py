@@ -19,6 +19,7 @@ from lorikeet_engine.execution.page_copies import (
     FetchPages,
     RankMemory,
     StorePages,
+    WritePages,
     allocate_rank_memory,
 )
 from lorikeet_engine.execution.rank_rows import RowAnswer, RowQuestion
@@ -80,6 +81,7 @@ class Follower:
         self._moves = Workers(1, "border") if moves else None
         self._host_pages: RankMemory | None = None
         self._fetches: Workers | None = None  # with host memory for KV pages
+        self._writes: Workers | None = None
 
     def do(self, message: object) -> None:
         """Carry out a command of the leader. Commands must come in the order they were sent.
@@ -105,7 +107,9 @@ class Follower:
                 assert self._host_pages is not None, "pages without host memory for them"
                 self._host_pages.store(copies, states)
             case FetchPages():
-                self._fetch_pages(message)
+                self._copy_pages(message, self._fetches)
+            case WritePages():
+                self._copy_pages(message, self._writes)
             case command:
                 self._arena.run(command)  # type: ignore[arg-type]
 
@@ -155,23 +159,23 @@ class Follower:
         )
         if allocated is not None:
             self._host_pages = allocated
-            self._fetches = Workers(1, "kv-pages")
+            self._fetches, self._writes = Workers(1, "kv-pages"), Workers(1, "kv-disk")
 
-    def _fetch_pages(self, message: FetchPages) -> None:
+    def _copy_pages(self, message: FetchPages | WritePages, worker: Workers | None) -> None:
         assert self._host_pages is not None, "pages without host memory for them"
-        assert self._fetches is not None, "pages without a thread that fetches them"
-        fetch = self._host_pages.fetch(message.copies, message.states)
+        assert worker is not None, "pages without a thread that copies them"
+        run = message.prepare(self._host_pages)
 
         def report() -> None:
             try:
-                damaged = fetch()
+                damaged = run()
             except Exception:
-                log.exception("kv_pages_not_fetched")
+                log.exception("kv_pages_not_copied")
                 damaged = max(1, len(message.copies))
             self._report(CopyReport(message.number, damaged))
 
-        if self._device.type == "cuda":
-            self._fetches.submit(report, urgent=True)
+        if self._host_pages.waits:
+            worker.submit(report, urgent=True)
         else:
             report()
 

@@ -106,6 +106,9 @@ class HostPageUsage(NamedTuple):
     of_prompts: number of the pages in host memory that are kept for pinned prompts.
     states, state_slots: number of states of delta nets in host memory, and of those for which it
         has room.
+    on_disk, disk_pages: number of pages in the file on the disk, and of those for which it has
+        room.
+    written, read: number of pages and states written to the file, and read from it.
     """
 
     used: int
@@ -119,6 +122,10 @@ class HostPageUsage(NamedTuple):
     of_prompts: int = 0
     states: int = 0
     state_slots: int = 0
+    on_disk: int = 0
+    disk_pages: int = 0
+    written: int = 0
+    read: int = 0
 
 
 class EvictionCandidate(NamedTuple):

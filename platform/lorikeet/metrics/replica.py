@@ -209,9 +209,22 @@ def _host_pages(pages: HostPageUsage) -> Iterator[Metric]:
     )
     yield CounterMetricFamily(
         "lorikeet_kv_host_tokens_total",
-        "Prompt tokens whose KV pages came from host memory.",
+        "Prompt tokens whose KV pages came from host memory or the disk.",
         pages.tokens,
     )
+    if pages.disk_pages:
+        yield gauge(
+            "lorikeet_kv_disk_pages",
+            "KV pages in the file on the disk, and room for in total.",
+            "state",
+            {"used": pages.on_disk, "total": pages.disk_pages},
+        )
+        yield counter(
+            "lorikeet_kv_disk_page_events_total",
+            "KV pages and states written to the file on the disk, and read from it.",
+            "event",
+            {"written": pages.written, "read": pages.read},
+        )
 
 
 def _steps(status: EngineStatus) -> Iterator[Metric]:

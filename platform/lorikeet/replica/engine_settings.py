@@ -54,6 +54,7 @@ def engine_settings(settings: Settings, base_model: str) -> "EngineSettings":
         adapter_dtype=_adapter_dtype(settings, device),
         kv_bytes=memory(settings.kv_cache_memory, _DEFAULT_KV[device]),
         kv_host_bytes=settings.kv_host_memory or 0,
+        kv_disk_bytes=settings.kv_disk or 0,
         state_bytes=None if settings.state_memory == "auto" else memory(settings.state_memory, 0),
         max_context=settings.max_context.get(base_model),
         max_batch_tokens=settings.max_batch_tokens,

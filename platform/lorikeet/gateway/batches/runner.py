@@ -35,6 +35,7 @@ from lorikeet.batch_store import (
 from lorikeet.errors import LorikeetError, NotFound, StoreError
 from lorikeet.file_store import FileStore
 from lorikeet.gateway.batches.line_answers import Answered, answer_line
+from lorikeet.gateway.batches.line_turns import LineTurns
 from lorikeet.gateway.batches.lines import Json, Line, check_lines, error_json, read_lines
 from lorikeet.gateway.error_responses import OK
 
@@ -77,6 +78,7 @@ class BatchRunner:
     app: application that answers lines, the requests of batches (answer_line).
     at_once: limit on the lines of all batches that are answered at once.
     lines_of: returns this gateway's part of a tenant's own limit; None: the tenant has none.
+    others_run: returns whether this gateway has other requests than lines.
     """
 
     def __init__(
@@ -86,10 +88,12 @@ class BatchRunner:
         app: ASGIApp,
         at_once: int,
         lines_of: Callable[[str], Awaitable[int | None]],
+        others_run: Callable[[], bool] = lambda: False,
     ) -> None:
         self.batches, self.files = batches, files
         self._at_once, self._lines_of = at_once, lines_of
         self._app, self._answering = app, asyncio.Semaphore(at_once)
+        self._turns = LineTurns(others_run)
         self._threads = ThreadPoolExecutor(MAX_RUNS + 2, thread_name_prefix="batches")
         self._runs: dict[str, asyncio.Task[None]] = {}  # by tenant
         self._woken = asyncio.Event()
@@ -121,7 +125,7 @@ class BatchRunner:
     async def answer(self, batch: BatchRecord, line: Line) -> Answered:
         """Answer a line, once fewer than `at_once` other lines are being answered."""
         async with self._answering:
-            return await answer_line(self._app, batch, line.body)
+            return await self._turns.run(answer_line(self._app, batch, line.body))
 
     async def lines_at_once(self, tenant: str) -> int:
         """Return the limit on a tenant's lines that are answered at once here."""
