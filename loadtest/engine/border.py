@@ -20,6 +20,7 @@ from loadtest.engine import harness
 from loadtest.engine.offline import request_of
 from loadtest.engine.random_adapters import random_refs
 from loadtest.engine.tiered_engine import image_bytes
+from lorikeet_engine.adapter import Residency
 from lorikeet_engine.engine import Engine
 from lorikeet_engine.request import Failed, Request
 
@@ -127,12 +128,20 @@ def phases(
     for traffic in traffics:
         before = _moves(engine)
         firsts, gaps = client.run(traffic, seconds)
-        first_ms = harness.percentiles([1e3 * each for each in firsts], 50, 99)
-        gap_ms = harness.percentiles([1e3 * each for each in gaps], 99)
+        p50_ms, p99_ms = harness.percentiles([1e3 * each for each in firsts], 50, 99)
+        (gap_ms,) = harness.percentiles([1e3 * each for each in gaps], 99)
         good = sum(each <= GOAL_S for each in firsts) / seconds
-        arena = engine._tiers.arena_elements * engine._tiers.weights.arena.itemsize / 2**30
-        moves = _moves(engine) - before
-        yield Row(border, traffic.name, round(good, 2), *first_ms, *gap_ms, round(arena, 2), moves)
+        arena = engine.status().tiers[Residency.GPU].capacity_bytes / 2**30
+        yield Row(
+            border,
+            traffic.name,
+            round(good, 2),
+            p50_ms,
+            p99_ms,
+            gap_ms,
+            round(arena, 2),
+            _moves(engine) - before,
+        )
 
 
 def main() -> None:
