@@ -24,7 +24,7 @@ _LARGEST_STEP = 64  # part of the memory that a decision moves at most
 
 
 class Evicted:
-    """What a cache evicted last, in the order of eviction, as much as `reach` more memory holds.
+    """Evictions of a cache, the oldest first, as many as `reach` more memory would hold.
 
     reach: size of the memory, in the unit of all sizes.
     """
