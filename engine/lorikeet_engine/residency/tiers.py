@@ -40,6 +40,7 @@ from lorikeet_engine.residency.pins import Pins
 from lorikeet_engine.residency.prefetches import Prefetches
 from lorikeet_engine.residency.requested_adapters import RequestedAdapters
 from lorikeet_engine.residency.stats import ResidencyStats
+from lorikeet_engine.scheduling.border_policy import Evicted
 from lorikeet_engine.telemetry.status import (
     AdapterStatus,
     Distribution,
@@ -86,6 +87,7 @@ class Tiers:
         world: int = 1,
         followers: Followers | None = None,
         base: BaseRows | None = None,
+        arena: torch.Tensor | None = None,
     ) -> None:
         """Allocate memory for adapters on the GPU and the host.
 
@@ -102,16 +104,18 @@ class Tiers:
         followers: processes of the other ranks, which repeat all operations on `arena`.
         base: reads rows of the base model's weights and biases, which are needed to pack DoRA's
             magnitudes and biases that replace the base model's; None: no adapter may have these.
+        arena: bytes to use as the GPU's arena, of which the first gpu_bytes are there, and which
+            extend_arena and cut_arena change; None: allocate gpu_bytes.
         """
         self._on_work, self._has_work = wake, True
         self._look_s: float | None = None  # when `advance` has work again; None: at once
         self._retry_s: float | None = None  # when the engine is to call `advance` at the latest
         wake = self._wake
-        self.weights = allocate_weights(shape, gpu_bytes, max_slots, dtype, device)
+        self.weights = allocate_weights(shape, gpu_bytes, max_slots, dtype, device, arena)
         self.arena = arena_of(self.weights, device, followers)
         self._changes = ResidencyChanges(self.residency_of)
         self.changed, note = self._changes.changed, self._changes.note
-        clock, pool = time.monotonic, SlotPool(self.weights.arena.numel(), max_slots)
+        clock, pool = time.monotonic, SlotPool(gpu_bytes // dtype.itemsize, max_slots)
         self._pool = pool
         self._gpu = GpuAdapters(pool, self.arena, LeastUsedForItsSize(), clock, note)
         self._compositions = Compositions(self._gpu, self.arena, limits.max_rank, max_slots, clock)
@@ -146,6 +150,38 @@ class Tiers:
     def available_bytes(self) -> int:
         """Bytes of the GPU's arena that are free or could be freed by evictions now."""
         return self._gpu.available_elements * self.weights.arena.itemsize
+
+    @property
+    def arena_elements(self) -> int:
+        """Elements of the GPU's arena that are there now."""
+        return self._pool.elements
+
+    @property
+    def waits_for_gpu(self) -> bool:
+        """Whether a requested adapter is on the host and waits for GPU memory."""
+        return self._requests.wait_for_gpu
+
+    def remember_evicted(self, size: int) -> None:
+        """Remember adapters evicted from the GPU, up to `size` bytes, for take_missed_bytes."""
+        self._gpu.evicted = Evicted(size // self.weights.arena.itemsize)
+
+    def take_missed_bytes(self) -> int:
+        """Return the bytes of remembered adapters that requests have loaded again since the last
+        call.
+        """
+        elements, self._gpu.missed_elements = self._gpu.missed_elements, 0
+        return elements * self.weights.arena.itemsize
+
+    def extend_arena(self, size: int) -> None:
+        """Use `size` more bytes of the arena, which are there now."""
+        self._gpu.extend(size // self.weights.arena.itemsize)
+
+    def cut_arena(self, size: int) -> bool:
+        """Use the arena's last `size` bytes no more, once the steps launched so far have ended.
+
+        Returns False if leases, guards and pins leave too little room.
+        """
+        return self._gpu.cut(size // self.weights.arena.itemsize)
 
     @property
     def victim(self) -> EvictionCandidate | None:
@@ -397,12 +433,12 @@ class Tiers:
         as their sizes are known.
         """
         elements = sum(self._stats.elements(member.digest) or 0 for member in ref.members)
-        if elements > self._pool.elements or len(ref.members) > self._pool.slots:
+        if elements > self._pool.least or len(ref.members) > self._pool.slots:
             raise AdapterTooLarge(
                 f"the adapters of {ref} do not fit on the GPU together: compose fewer, or enlarge "
                 "the adapter memory",
                 elements=elements,
-                max_elements=self._pool.elements,
+                max_elements=self._pool.least,
             )
 
     def _wake(self) -> None:
