@@ -228,6 +228,13 @@ class Settings(BaseModel):
         description="local disk of each replica, in LORIKEET_CACHE_DIR, for KV pages that leave "
         "LORIKEET_KV_HOST_MEMORY; gone when the replica ends (operations.md); not set: none",
     )
+    learned_prompts: int = Field(
+        0,
+        ge=0,
+        description="most adapters of each base model for which replicas compute what the last "
+        "day's prompts began with before users ask, after a start or a push (operations.md); 0: "
+        "nothing is learned",
+    )
     state_memory: Memory = Field(
         "auto",
         description="states of delta nets and Mamba 2 on each device, before the KV cache: bytes, "
