@@ -160,10 +160,10 @@ class Engine:
             self._drop_prompts()
             self._page_copies.before_plan(self._cache)
         plan = self._scheduler.plan(self._step_budget)
+        if self._border is not None:
+            self._border.after_plan(self._cache, self._scheduler.lacks_pages)
         if self._page_copies is not None:
             self._page_copies.after_plan(self._cache)
-        if self._border is not None:
-            self._border.between_steps(self._cache, self._scheduler.lacks_pages)
         self._fail({s.request.request_id: error for s, error in plan.failed.items()})
         previous, self._in_flight = self._in_flight, None
         forward = self._compute(plan, previous) if plan.chunks else None

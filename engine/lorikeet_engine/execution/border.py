@@ -162,15 +162,16 @@ class Border:
         for unit in set(range(self._units)) - self._in_kv:
             cache.withdraw(self._pages(unit))
 
-    def between_steps(self, cache: KVCache, lacks_pages: bool) -> None:
-        """Move memory as far as it is wanted; to be called after a step is planned.
+    def after_plan(self, cache: KVCache, lacks_pages: bool) -> None:
+        """Move memory as far as it is wanted; to be called after a step is planned, and before
+        pages that leave the cache are copied to the host.
 
         lacks_pages: whether a sequence waits only for KV pages.
         """
         self._take_moved(cache)
         if self._broken:
             return
-        # withdrawn in an earlier step: copies of these pages to the host are launched by now
+        # withdrawn before an earlier step: copies of these pages to the host are launched by now
         for unit in [u for u in self._draining if not cache.referenced(self._pages(u))]:
             self._draining.remove(unit)
             self._lend(unit)
