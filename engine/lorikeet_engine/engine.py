@@ -90,6 +90,7 @@ class Engine:
         self._sampler, self._step_budget = parts.sampler, parts.step_budget
         self._in_flight: steps.InFlightStep | None = None
         self._counters = StepCounters()
+        self._border = parts.border
         self._kept_names: Collection[str] | None = None  # since the last step, if any came
         self._reset()
         self._next_step_s: float | None = None  # seconds until adapters need a step
@@ -159,6 +160,8 @@ class Engine:
             self._drop_prompts()
             self._page_copies.before_plan(self._cache)
         plan = self._scheduler.plan(self._step_budget)
+        if self._border is not None:
+            self._border.after_plan(self._cache, self._scheduler.lacks_pages)
         if self._page_copies is not None:
             self._page_copies.after_plan(self._cache)
         self._fail({s.request.request_id: error for s, error in plan.failed.items()})
@@ -260,6 +263,7 @@ class Engine:
             tensor_parallel=self.info.tensor_parallel,
             states=_state_usage(cache.states, self._state_bytes),
             host_pages=_host_usage(cache, counters),
+            border=None if self._border is None else self._border.status,
         )
 
     def report(self) -> EngineStatus:
@@ -307,6 +311,8 @@ class Engine:
         self._cache = KVCache(
             self._kv_pages, s.page_size, windows, s.max_batch_tokens, states, *host
         )
+        if self._border is not None:
+            self._border.reset(self._cache)
         costs, counters = self.info.step_costs, self._counters
         drafts = self._parts.draft_budget
         self._scheduler = Scheduler(limits, self._cache, self._tiers, costs, counters, drafts)

@@ -49,6 +49,8 @@ class EngineSettings:
     max_batch_adapters: maximum number of distinct adapters in one step.
     adapter_gpu_bytes: size of the adapters' memory on the GPU: bytes, or a MemoryShare of the
         memory that the base model's weights leave free on the device.
+    moving_border: whether the adapters borrow memory from the KV cache while they need it more
+        (execution/border.py); adapter_gpu_bytes is then what they have at least.
     inter_token_goal_s: goal for the seconds of a step with decodes. It limits the step's prompt
         tokens and the sum of its adapters' ranks, but always allows one adapter and 128 prompt
         tokens. None: no goal.
@@ -81,6 +83,7 @@ class EngineSettings:
     max_running: int = 256
     max_batch_adapters: int = 128
     adapter_gpu_bytes: Memory = 64 << 20
+    moving_border: bool = False
     adapter_host_bytes: int = 256 << 20
     adapter_disk_bytes: int = 4 << 30
     max_rank: int = 64
