@@ -1,4 +1,4 @@
-"""What an OpenTelemetry collector gets by OTLP over HTTP: traces of requests, and the audit stream.
+"""Traces of requests and the audit stream, for an OpenTelemetry collector (OTLP over HTTP).
 
 exporter.py       TraceExporter, which receives each RequestRecord of a gateway and sends spans
 spans.py          sampling of requests, and the spans of one request
