@@ -183,6 +183,9 @@ PLANTED = {
         "KV pages 80.0 GiB",
         "a smaller LORIKEET_KV_HOST_MEMORY",
     ),
+    "KV pages without host memory on the disk": Fault(
+        "settings", variable("KV_DISK", "1GiB"), PROBLEM, "KV_DISK", "KV_HOST_MEMORY"
+    ),
     "KV caches larger than the machine": Fault(
         "host memory",
         variable("KV_CACHE_MEMORY", "100%"),

@@ -5,10 +5,11 @@ import json
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from functools import wraps
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 from starlette.types import Receive, Scope, Send
@@ -19,8 +20,10 @@ from lorikeet.catalog.store.object_store import ObjectStore, open_store
 from lorikeet.errors import ObjectExists, StoreError
 from lorikeet.file_store import FileStore
 from lorikeet.gateway.batches import runner
+from lorikeet.gateway.batches.line_turns import LineTurns
 from lorikeet.gateway.batches.runner import BatchRunner
 
+T = TypeVar("T")
 CHAT = "/v1/chat/completions"
 LINES = 200
 
@@ -285,6 +288,81 @@ async def test_lines_that_wait_to_be_sent_again_hold_up_no_other_tenant(tmp_path
     other = make(store, tmp_path, "globex", 30)
     await until(lambda: stores(store)[0].mark(other, ENDED))
     await end(task)
+
+
+@in_loop
+async def test_another_request_waits_for_few_lines_even_if_all_are_answered_at_once() -> None:
+    """The request takes ten iterations of the event loop, each of which may answer one line."""
+    turns, answers, ended = LineTurns(lambda: False), asyncio.Event(), list[int]()
+
+    async def line(number: int) -> None:
+        await answers.wait()
+        ended.append(number)
+
+    lines = [asyncio.create_task(in_turns(turns, line(number))) for number in range(300)]
+    await asyncio.sleep(0.1)
+    answers.set()
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert 0 < len(ended) <= 10
+    await asyncio.gather(*lines)
+    assert ended == list(range(300)), "in order"
+
+
+@in_loop
+async def test_beside_other_requests_lines_leave_most_of_the_event_loops_time() -> None:
+    turns, begun_s = LineTurns(lambda: True), list[float]()
+
+    async def line() -> None:
+        for _ in range(5):
+            begun_s.append(time.monotonic())
+            ends_s = time.thread_time() + 0.005
+            while time.thread_time() < ends_s:
+                pass
+            await asyncio.sleep(0)
+
+    await in_turns(turns, line())
+    assert all(later - earlier > 4 * 0.0048 for earlier, later in pairwise(begun_s))
+
+
+@in_loop
+async def test_turns_pass_on_results_errors_and_cancellations() -> None:
+    turns, seen = LineTurns(lambda: False), list[str]()
+
+    async def line(end: str) -> str:
+        try:
+            async with asyncio.timeout(0.05):
+                await asyncio.sleep(0 if end != "late" else 1000)
+            if end == "stuck":
+                await asyncio.Event().wait()
+            if end == "fails":
+                raise ValueError(end)
+        except asyncio.CancelledError:
+            seen.append(end)
+            raise
+        finally:
+            await asyncio.sleep(0)
+        return end
+
+    ends = ("answered", "fails", "late", "stuck")
+    tasks = [asyncio.create_task(in_turns(turns, line(end))) for end in ends]
+    await asyncio.wait(tasks[:3])
+    tasks[3].cancel()
+    await asyncio.wait(tasks)
+    assert tasks[0].result() == "answered"
+    assert isinstance(tasks[1].exception(), ValueError)
+    assert isinstance(tasks[2].exception(), TimeoutError)
+    assert tasks[3].cancelled()
+    assert seen == ["stuck"]
+    early = asyncio.create_task(in_turns(turns, line("never")))
+    await asyncio.sleep(0)
+    early.cancel()  # while it waits for its first turn, which goes to another
+    assert await in_turns(turns, line("answered")) == "answered"
+    assert early.cancelled()
+
+
+async def in_turns(turns: LineTurns, work: Coroutine[Any, Any, T]) -> T:
+    return await turns.run(work)
 
 
 @in_loop

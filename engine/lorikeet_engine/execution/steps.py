@@ -23,7 +23,7 @@ from lorikeet_engine.execution.batch_builder import (
 from lorikeet_engine.execution.cuda_graphs import CudaGraphs
 from lorikeet_engine.execution.grammar_masks import allowed_tokens
 from lorikeet_engine.execution.kv_tensors import parts_of_pages, with_parts
-from lorikeet_engine.execution.pooling import PooledPrompts, pools
+from lorikeet_engine.execution.pooling import PooledPrompts
 from lorikeet_engine.execution.prompt_scores import LogitsReader, PromptScores
 from lorikeet_engine.kernels.attention.protocol import AttentionBackend
 from lorikeet_engine.kernels.lora.types import LoraWeights, Segments
@@ -80,7 +80,7 @@ class ModelRunner:
         self._graphs = graphs
         self._states = states
         self._kv_parts = parts_of_pages(model.config, model.shape, kv)
-        self._hidden: torch.Tensor | None = None  # of the last step, for the MTP head
+        self._hidden: torch.Tensor | None = None  # of a step, until the MTP head has read them
         self.small_sizes = () if graphs is None else graphs.whole_sizes
         self.prompt_sizes = () if graphs is None else graphs.piecewise_sizes
 
@@ -146,6 +146,7 @@ class ModelRunner:
         scores: reader of logits of prompt tokens, besides the returned ones; None: no prompt is
             scored.
         """
+        self._hidden = None  # the memory plan counts those of one step
         batch = self._placed(batch)
         self._attention.plan(batch)
         self._begin_states(batch)
@@ -162,12 +163,13 @@ class ModelRunner:
         predicts: False: the head only writes its keys and values, from which it predicts later.
         → [rows] int64, or [0] unless `predicts`
         """
-        assert self._hidden is not None, "the head of no step"
+        hidden, self._hidden = self._hidden, None
+        assert hidden is not None, "the head of no step"
         rows = batch.logit_rows if predicts else batch.logit_rows[:0]
         batch = replace(batch, token_ids=following, logit_rows=rows)
         if predicts:
             self._attention.plan(batch)  # graphs have plans of their own
-        of_step = self._hidden, batch, self.kv, self.weights, self._attention
+        of_step = hidden, batch, self.kv, self.weights, self._attention
         return self.model.predict(*of_step).argmax(-1)
 
     def _placed(self, batch: Batch) -> Batch:
@@ -386,7 +388,7 @@ def _predict(
 
 
 def _pooled(chunks: list[Chunk], runner: ModelRunner) -> PooledPrompts | None:
-    if not any(map(pools, chunks)):
+    if not any(chunk.pools for chunk in chunks):
         return None
     return PooledPrompts(chunks, runner.weights, runner.model.score)
 

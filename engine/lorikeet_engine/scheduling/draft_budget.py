@@ -25,9 +25,9 @@ and the next step computes the step's tokens up to the first rejected one again.
 run as several graphs, which take pieces_s longer each.
 
 The model's head for multi-token prediction (MTP) predicts one token after each sampled one, on the
-device, so a draft of it is known once the host has read the token. A sequence that decodes in every
-step has always a token that is not read yet. Therefore all decodes draft, or none: if it pays, all
-pause until the host has read, and all of them wait after each step with drafts.
+device in head_s, so a draft of it is known once the host has read the token. A sequence that
+decodes in every step has always a token that is not read yet. Therefore all decodes draft, or none:
+if it pays, all pause until the host has read, and all of them wait after each step with drafts.
 """
 
 import math
@@ -157,16 +157,17 @@ class DraftBudget:
         tokens = ((odds, draft) for draft in longest for odds in draft.odds())
         return Drafts(_cut(drafts, self._best([*islice(tokens, room)], decodes, together=False)))
 
-    def predicts(self, chunks: list[Chunk], room: int) -> bool:
+    def predicts(self, chunks: list[Chunk], room: int, *, alone: bool) -> bool:
         """Return whether the MTP head predicts a token after each one that a step samples.
 
         It does in steps of decodes alone, if drafts could pay were they all right.
 
         chunks: the step's chunks.
         room: maximum number of drafted tokens in the next step.
+        alone: whether no other sequence computes or waits; else the next step drafts nothing.
         """
         self._predicts = False
-        if not self._mtp or not chunks or room <= 0:
+        if not self._mtp or not alone or not chunks or room <= 0:
             return False
         sequences = [chunk.sequence for chunk in chunks]
         if not all(s.decodes and not s.background for s in sequences):
@@ -240,7 +241,8 @@ class DraftBudget:
                 drafting = sum(made[sequence] for sequence in counts)
                 per_s = (2 * plain - drafting + expected) / (step_s + plain_s)
             elif self._mtp or len(counts) == len(decodes):
-                per_s = (plain + expected) / (step_s + _GAP_S)
+                head_s = self._costs.head_s if self._mtp else 0.0
+                per_s = (plain + expected) / (step_s + head_s + _GAP_S)
             else:
                 continue
             if per_s > most:

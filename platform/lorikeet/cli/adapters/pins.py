@@ -166,7 +166,7 @@ def pins(
         typer.echo(answer["text"])
         return
     listed = answer["data"]
-    has_prompts = any(pin["prompt"] for pin in listed)
+    has_prompts = any(pin.get("prompt") for pin in listed)  # 0.1.0 has none
     more = ["Prompt"] if has_prompts else []
     print_table(
         [
@@ -184,7 +184,7 @@ def pins(
         empty="Nothing is pinned.",
     )
     _print_shortfalls([each for pin in listed for each in pin["shortfalls"]])
-    failed = [pin for pin in listed if pin["prompt"] and pin["prompt"]["failure"]]
+    failed = [pin for pin in listed if pin.get("prompt") and pin["prompt"]["failure"]]
     if failed:
         rows = [[_label(pin), pin["prompt"]["failure"]] for pin in failed]
         print_table(["Pin", "Prompt not computed"], rows, empty="")
@@ -246,7 +246,7 @@ def _row(pin: dict[str, Any], *, has_prompts: bool) -> list[Any]:
         "all" if pin["replicas"] is None else pin["replicas"],
         pin["priority"],
         show_size(pin["image_bytes"]),
-        *([_prompt(pin["prompt"])] if has_prompts else []),
+        *([_prompt(pin.get("prompt"))] if has_prompts else []),
         moment(pin["expires"]) or "never",
         pin["state"],
         pin["reason"],
