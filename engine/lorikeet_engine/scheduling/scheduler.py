@@ -352,9 +352,9 @@ class Scheduler:
             if sequence.background:
                 sequence.release()
         self._preempt_all(self._background_giving_way(active), active)
-        waiting, max_running = self._short_of_memory, self._limits.sequences
-        giving = sequences_to_preempt(waiting, active, max_running, self._cache)
-        self._preempt_all(giving, active)
+        if (waiting := self._short_of_memory) is not None:
+            most = self._limits.sequences
+            self._preempt_all(sequences_to_preempt(waiting, active, most, self._cache), active)
         self._short_of_memory, self._lacks_room = None, False
         self.lacks_pages = False
 

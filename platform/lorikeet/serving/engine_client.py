@@ -141,13 +141,13 @@ class ServeEngineClient:
                 async with self._sent(run_call, course) as buffer:
                     while items := await _taken(buffer, course):
                         for item in items:
-                            if isinstance(item, AnswerHeader) and item.is_first:
+                            if isinstance(item, bytes):
+                                course.on_bytes()
+                            elif isinstance(item, AnswerHeader) and item.is_first:
                                 course.on_taken(item)
                                 yield course.attempt()
                             elif isinstance(item, Refusal):
                                 course.check(item)
-                            elif isinstance(item, bytes):
-                                course.on_bytes()
                             yield item
                 return
             except LorikeetError as error:
