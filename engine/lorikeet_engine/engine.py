@@ -25,7 +25,7 @@ from lorikeet_engine.residency.disk.cache import AdapterSource
 from lorikeet_engine.residency.tiers import Tiers
 from lorikeet_engine.sampling.grammar import Grammars, grammar_error
 from lorikeet_engine.scheduling.deadlines import Deadlines
-from lorikeet_engine.scheduling.host_pages import HostPageCounts, HostPages
+from lorikeet_engine.scheduling.host_pages import HostPageCounts, HostPages, PageSlots
 from lorikeet_engine.scheduling.kv_cache import KVCache
 from lorikeet_engine.scheduling.request_queue import InputProcessor, RequestQueue
 from lorikeet_engine.scheduling.scheduler import Scheduler, SchedulerLimits, StepPlan
@@ -92,6 +92,7 @@ class Engine:
         self._draft: AdapterRef | None = None  # the draft LoRA
         self._leased_draft: str | None = None  # digest of the draft LoRA that the engine leases
         self._counters = StepCounters()
+        self._border = parts.border
         self._kept_names: Collection[str] | None = None  # since the last step, if any came
         self._reset()
         self._next_step_s: float | None = None  # seconds until adapters need a step
@@ -162,6 +163,8 @@ class Engine:
             self._drop_prompts()
             self._page_copies.before_plan(self._cache)
         plan = self._scheduler.plan(self._step_budget)
+        if self._border is not None:
+            self._border.after_plan(self._cache, self._scheduler.lacks_pages)
         if self._page_copies is not None:
             self._page_copies.after_plan(self._cache)
         self._fail({s.request.request_id: error for s, error in plan.failed.items()})
@@ -276,7 +279,8 @@ class Engine:
             inter_token_s={tier: gaps.read() for tier, gaps in counters.inter_token_s.items()},
             tensor_parallel=self.info.tensor_parallel,
             states=_state_usage(cache.states, self._state_bytes),
-            host_pages=_host_usage(cache, counters.host_tokens),
+            host_pages=_host_usage(cache, counters),
+            border=None if self._border is None else self._border.status,
         )
 
     def report(self) -> EngineStatus:
@@ -325,6 +329,8 @@ class Engine:
         self._cache = KVCache(
             self._kv_pages, s.page_size, windows, s.max_batch_tokens, states, *host
         )
+        if self._border is not None:
+            self._border.reset(self._cache)
         costs, counters = self.info.step_costs, self._counters
         drafts = self._parts.draft_budget
         self._scheduler = Scheduler(limits, self._cache, self._tiers, costs, counters, drafts)
@@ -347,12 +353,20 @@ class Engine:
         def fetch_s(size: int) -> float:
             return self._tiers.load_costs().load_s(Residency.HOST, size)
 
-        counts, memory = self._counters.host_pages, copies.memory
-        pages = HostPages(memory.slots, copies.page_bytes, groups, counts, fetch_s, costs)
+        counters, memory = self._counters, copies.memory
+
+        def slots(
+            number: int, size: int, groups: int, counts: HostPageCounts, places: int
+        ) -> HostPages:
+            disk = PageSlots(places, groups, counters.disk_pages) if places else None
+            return HostPages(number, size, groups, counts, fetch_s, costs, disk, copies.read_s)
+
+        counts = counters.host_pages
+        pages = slots(memory.slots, copies.page_bytes, groups, counts, memory.places)
         if memory.states is None:
             return pages, None
-        of_state = memory.state_slots, copies.state_bytes, 1, HostPageCounts()
-        return pages, HostPages(*of_state, fetch_s, costs)
+        of_states = memory.state_slots, copies.state_bytes, 1, HostPageCounts()
+        return pages, slots(*of_states, memory.state_places)
 
     def _drop_prompts(self) -> None:
         names, self._kept_names = self._kept_names, None
@@ -505,8 +519,8 @@ def _state_usage(states: StatePool | None, slot_bytes: int) -> StateUsage | None
     return StateUsage(*used, counts.restored, counts.saved, counts.evicted)
 
 
-def _host_usage(cache: KVCache, tokens: int) -> HostPageUsage | None:
-    host, states = cache.host, cache.host_states
+def _host_usage(cache: KVCache, counters: StepCounters) -> HostPageUsage | None:
+    host, states, disk = cache.host, cache.host_states, counters.disk_pages
     if host is None:
         return None
     counts = host.counts
@@ -518,10 +532,13 @@ def _host_usage(cache: KVCache, tokens: int) -> HostPageUsage | None:
         counts.fetched,
         counts.evicted,
         counts.damaged,
-        tokens,
+        counters.host_tokens,
         host.used_by_prompts,
         0 if states is None else states.used,
         0 if states is None else states.slots,
+        *((host.disk.used, host.disk.slots) if host.disk is not None else (0, 0)),
+        disk.stored,
+        disk.fetched,
     )
 
 

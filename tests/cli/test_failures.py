@@ -103,7 +103,7 @@ def test_an_older_service_is_shown_or_named() -> None:
     days = {"from": "2026-11-01", "to": "2026-11-30"}
     row = {"tenant": "acme", "requests": 3, **tokens, **loads}
     old.get("/admin/v1/usage")(lambda: {**days, "data": [row]})
-    old.get("/admin/v1/tenants")(dict)
+    old.get("/admin/v1/tenants")(lambda: days)
     with listening(old) as url:
         for command, shown in (("status", "old"), ("pins", "launch"), ("usage", "acme")):
             result = run("--server", url, "--key", "lk_x", command)

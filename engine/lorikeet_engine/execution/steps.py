@@ -25,7 +25,7 @@ from lorikeet_engine.execution.batch_builder import (
 from lorikeet_engine.execution.cuda_graphs import CudaGraphs
 from lorikeet_engine.execution.grammar_masks import allowed_tokens
 from lorikeet_engine.execution.kv_tensors import parts_of_pages, with_parts
-from lorikeet_engine.execution.pooling import PooledPrompts, pools
+from lorikeet_engine.execution.pooling import PooledPrompts
 from lorikeet_engine.execution.prompt_scores import LogitsReader, PromptScores
 from lorikeet_engine.kernels.attention.protocol import AttentionBackend
 from lorikeet_engine.kernels.lora.types import LoraWeights, Segments
@@ -425,7 +425,7 @@ def _predict(
 
 
 def _pooled(chunks: list[Chunk], runner: ModelRunner) -> PooledPrompts | None:
-    if not any(map(pools, chunks)):
+    if not any(chunk.pools for chunk in chunks):
         return None
     return PooledPrompts(chunks, runner.weights, runner.model.score)
 

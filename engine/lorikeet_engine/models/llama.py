@@ -69,8 +69,7 @@ from lorikeet_engine.models.norms import (
     shared_qk_norm,
     summed_product,
 )
-from lorikeet_engine.models.rope_config import RopeConfig
-from lorikeet_engine.models.rotary import RotaryEmbeddings, Turns
+from lorikeet_engine.models.rotary import RopeConfig, RotaryEmbeddings, Turns
 from lorikeet_engine.models.score_head import ScoreHead
 from lorikeet_engine.models.states import RecurrentStates
 from lorikeet_engine.models.stored_tensors import check_tied_head, find_tensors

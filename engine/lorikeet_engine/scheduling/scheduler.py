@@ -151,6 +151,7 @@ class Scheduler:
     costs: predicts the time of steps, from which the cost of prompts is computed.
     counters: counts begun and preempted sequences, and drafted tokens.
     drafts: chooses the drafted tokens of steps; None for steps without.
+    lacks_pages: whether in the last plan the next sequence lacked nothing but KV pages.
     """
 
     def __init__(
@@ -177,6 +178,7 @@ class Scheduler:
         # Next in fair order, if the last plan had no slot or too few KV pages for it.
         self._short_of_memory: Sequence | None = None
         self._lacks_room = False  # Admission.lacks_room of the last plan
+        self.lacks_pages = False
         self._in_background = 0  # sequences that have not finished
         self._background_tokens = 0  # that the planned step may still compute
 
@@ -362,10 +364,11 @@ class Scheduler:
             if sequence.background:
                 sequence.release()
         self._preempt_all(self._background_giving_way(active), active)
-        waiting, max_running = self._short_of_memory, self._limits.sequences
-        giving = sequences_to_preempt(waiting, active, max_running, self._cache)
-        self._preempt_all(giving, active)
+        if (waiting := self._short_of_memory) is not None:
+            most = self._limits.sequences
+            self._preempt_all(sequences_to_preempt(waiting, active, most, self._cache), active)
         self._short_of_memory, self._lacks_room = None, False
+        self.lacks_pages = False
 
     def _background_giving_way(self, active: list[Sequence]) -> list[Sequence]:
         """Return the running background sequences to preempt for waiting foreground sequences.
@@ -583,6 +586,8 @@ class Scheduler:
                 slot = running < self._limits.sequences
                 if not (slot and self._cache.allocate(sequence.kv, sequence.length, running)):
                     self._short_of_memory = sequence
+                    states = self._cache.states
+                    self.lacks_pages = slot and (states is None or states.free >= 2)
                     break
                 self._begin(sequence, admission)
                 begun.append(sequence)

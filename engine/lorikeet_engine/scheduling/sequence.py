@@ -490,6 +490,14 @@ class Chunk(NamedTuple):
         return 1 + len(self.drafted) if self.completes else 0
 
     @property
+    def pools(self) -> bool:
+        """Whether the chunk ends a prompt that is to be pooled, or has tokens of a prompt's
+        mean.
+        """
+        pooling = self.sequence.request.pools
+        return pooling is not None and (self.completes or pooling is Pooling.MEAN)
+
+    @property
     def lease(self) -> AdapterLease | None:
         """Lease of the adapter that changes the chunk's last token; None if none does."""
         if self.draft is not None:

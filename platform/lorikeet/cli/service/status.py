@@ -92,7 +92,8 @@ def _host_pages(pages: dict[str, int] | None) -> str | None:
     if pages is None:
         return None
     prompts = f", {pages['of_prompts']} of prompts" if pages["of_prompts"] else ""
-    return f"{pages['used']} of {pages['pages']}{prompts}"
+    disk = f"; disk: {pages['on_disk']} of {pages['disk_pages']}" if pages["disk_pages"] else ""
+    return f"{pages['used']} of {pages['pages']}{prompts}{disk}"
 
 
 def _adapter_rows(replicas: list[dict[str, Any]]) -> list[list[Any]]:
