@@ -351,7 +351,8 @@ class Settings(BaseModel):
         None,
         min_length=1,
         description="where each gateway writes one line of JSON for each change that an admin's "
-        "key asks for: a file of its machine, to which lines are appended, or stdout "
+        "key asks for: a file of its machine, to which lines are appended, or stdout; or the "
+        "address of an OpenTelemetry collector, such as http://collector:4318, for OTLP logs "
         "(operations.md); not set: nowhere",
     )
     oidc: Annotated[OidcIssuer | None, BeforeValidator(parse_oidc_issuer)] = Field(

@@ -2,6 +2,9 @@
 
 import asyncio
 import json
+import os
+import subprocess
+import tempfile
 import threading
 import time
 from collections import Counter
@@ -238,6 +241,23 @@ async def test_batches_of_several_tenants_run_side_by_side(tmp_path: Path) -> No
     assert not any(batches.mark(batch, ENDED) for batch in made)
     await until(lambda: all(batches.mark(batch, ENDED) for batch in made))
     await end(task)
+
+
+@in_loop
+async def test_folders_of_killed_gateways_are_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    killed, lives = (tmp_path / f"lorikeet-batch-{pid}-x" for pid in (ended.pid, os.getpid()))
+    for folder in (killed, lives):
+        folder.mkdir()
+        (folder / "input").write_text("{}")
+    task = run(LocalStore(tmp_path / "store"), Service())
+    await until(lambda: not killed.exists())
+    await end(task)
+    assert (lives / "input").exists()
 
 
 @in_loop
