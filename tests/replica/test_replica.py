@@ -42,8 +42,7 @@ from lorikeet.replica.replica import Replica
 from lorikeet.request_defaults import RequestDefaults
 from lorikeet.settings import Settings
 from lorikeet.text.adapter_templates import AdapterTemplates
-from lorikeet.text.call_encoding import encode_call
-from lorikeet.text.prompts import PromptEncoder
+from lorikeet.text.prompts import PromptEncoder, encode_call
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.errors import EngineClosed
 from lorikeet_engine.request import SamplingParams, SchedulingParams

@@ -6,6 +6,7 @@ the GPU, each for a LoadReason of its own.
 """
 
 import logging
+import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -50,6 +51,9 @@ from lorikeet_engine.telemetry.status import (
 )
 
 log = logging.getLogger(__name__)
+
+_LOOK_S = 5.0
+"""Seconds after which `advance` looks for lost pinned adapters although nothing has woken it."""
 
 
 class Tiers:
@@ -104,7 +108,10 @@ class Tiers:
         arena: bytes to use as the GPU's arena, of which the first gpu_bytes are there, and which
             extend_arena and cut_arena change; None: allocate gpu_bytes.
         """
-        self._wake = wake
+        self._on_work, self._has_work = wake, True
+        self._look_s: float | None = None  # when `advance` has work again; None: at once
+        self._retry_s: float | None = None  # when the engine is to call `advance` at the latest
+        wake = self._wake
         self.weights = allocate_weights(shape, gpu_bytes, max_slots, dtype, device, arena)
         self.arena = arena_of(self.weights, device, followers)
         self._changes = ResidencyChanges(self.residency_of)
@@ -259,6 +266,7 @@ class Tiers:
         """
         for member in ref.members:
             if not self._gpu.guard(member.digest):
+                self._has_work = True
                 self._requests.request(member, tenant)
 
     def lease(self, ref: Adapter, tenant: str = "") -> Lease | CompositionLease | None:
@@ -278,10 +286,30 @@ class Tiers:
     def advance(self) -> float | None:
         """Place loaded adapters on the GPU; begin loads for pins and prefetches.
 
-        Other adapters are evicted as needed.
+        Other adapters are evicted as needed. To be called between two steps; does nothing in most
+        of them, in which no adapter moves: only after a `wake`, while requests wait for adapters,
+        and with pins every _LOOK_S seconds.
 
-        To be called between two steps. Returns the seconds after which to call again even without a
-        `wake`; None if that is not needed.
+        Returns the seconds after which to call again even without a `wake`; None if that is not
+        needed.
+        """
+        self._checks.step()
+        # Taken before the work: a guard that ends during it may have prevented an eviction.
+        began_s = time.monotonic()
+        if self._has_work or self._look_s is None or began_s >= self._look_s:
+            self._has_work = False  # first: a `wake` during the work is for the next call
+            self._retry_s = self._move(began_s)
+            waits = self._requests.loading or self._requests.wait_for_gpu
+            later_s = began_s + _LOOK_S if self._pins else math.inf
+            look_s = later_s if self._retry_s is None else self._retry_s
+            self._look_s = None if waits else look_s
+        return None if self._retry_s is None else max(0.0, self._retry_s - began_s)
+
+    def _move(self, began_s: float) -> float | None:
+        """Place loaded adapters on the GPU, and begin loads. Returns the time, by the monotonic
+        clock, at which to call again even without a `wake`; None if that is not needed.
+
+        began_s: the present time.
         """
         self._take_copies()
         for result in map(self._excused, self._loader.results()):
@@ -289,16 +317,14 @@ class Tiers:
             self._pins.on_result(result)
             self._prefetches.on_result(result)
             self._requests.on_result(result)  # keeps or releases the image, which is held for it
-        # Taken before the work: a guard that ends during it may have prevented an eviction.
-        began_s = time.monotonic()
         self._requests.advance()
         may_place = not self._requests.wait_for_gpu
         retry_s = self._pins.maintain(may_place=may_place)
         may_load = not self._pins.loading and not self._requests.loading
         self._prefetches.advance(may_load=may_load, may_place=may_place)
-        self._checks.step()
         guard_s = None if may_place else self._gpu.next_guard_end_s(began_s)
-        return min((s for s in (retry_s, guard_s) if s is not None), default=None)
+        delay_s = min((s for s in (retry_s, guard_s) if s is not None), default=None)
+        return None if delay_s is None else began_s + delay_s
 
     def _excused(self, result: LoadResult) -> LoadResult:
         """Return a load's result, without the error if the store lacks the blob and only a prefetch
@@ -419,6 +445,11 @@ class Tiers:
                 elements=elements,
                 max_elements=self._pool.least,
             )
+
+    def _wake(self) -> None:
+        """Have the next `advance` work, and the engine call it. Any thread may call this."""
+        self._has_work = True
+        self._on_work()
 
     def _place(
         self, ref: AdapterRef, image: PackedImage, reason: LoadReason, uses: float = 0.0
