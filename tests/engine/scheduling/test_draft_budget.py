@@ -22,8 +22,8 @@ class Predicting:
     ):
         self.lookup = SimpleNamespace(
             acceptance=acceptance,
-            mtp_acceptance=mtp,
-            predicted=7,
+            predictor_acceptance=mtp,
+            predicted=(7,),
             source=DraftSource.LOOKUP,
             predict=lambda most: list(range(100, 100 + most)),
         )
@@ -124,7 +124,7 @@ def with_head(*sequences, alone=True, **settings):
     """Return a budget whose model has an MTP head, which predicted in the last step, and its choice
     for these sequences.
     """
-    budget = DraftBudget(COSTS, SIZES, mtp=True, **settings)
+    budget = DraftBudget(COSTS, SIZES, predictor=DraftSource.MTP, **settings)
     chunks = [SimpleNamespace(sequence=sequence) for sequence in sequences]
     budget.predicts(chunks, 256, alone=True)
     return budget, budget.choose(list(sequences), 256, alone=alone)
@@ -165,12 +165,12 @@ def test_a_head_that_is_seldom_right_is_asked_seldom():
     assert drafts == Drafts({})
     chunks = [SimpleNamespace(sequence=poor)]
     asked = [budget.predicts(chunks, 256, alone=True) for _ in range(9)]
-    assert asked == [False] * 8 + [True]
+    assert asked == [[]] * 8 + [[1]]
 
 
 def test_steps_whose_predictions_cannot_pay_are_spared_them():
     def predicts(*sequences, alone=True, head_s=0.0):
-        budget = DraftBudget(replace(COSTS, head_s=head_s), SIZES, mtp=True)
+        budget = DraftBudget(replace(COSTS, head_s=head_s), SIZES, predictor=DraftSource.MTP)
         chunks = [SimpleNamespace(sequence=each) for each in sequences]
         return budget.predicts(chunks, 256 - len(chunks), alone=alone)
 
