@@ -50,18 +50,21 @@ def members_at(
     slot: slot of a composition or of an adapter; −1: of none, with `known` false.
     slot_stride: stride of the table.
     linear: offset of the linear's entry in a slot's part of the table. [ranks] if the ranks belong
-        to several linears; the returned sum of ranks is undefined then.
+        to several linears; the sums are of each rank's linear then.
     known: mask of linears that exist, with the shape of `linear`.
     side: 0 for ranks of A, 1 for B.
     """
     first, i = tl.maximum(slot, 0) * MOST, tl.arange(0, MOST)[:, None]
-    member = tl.load(members + first + i).to(tl.int64)
-    entry = table + member * slot_stride + linear  # [MOST, 1 or ranks]
-    own = tl.load(entry + 2, mask=known & (member >= 0), other=0).to(tl.int32)
     # one number says how many ranks end with adapter i, and that i + 1 adapters have ended
-    ends = tl.cumsum(own, 0) * _STEP + i + 1
+    rank, ends = 0, i + 1
+    for j in tl.static_range(MOST):  # Triton 3.6 cannot compile a scan along so short an axis
+        member = tl.load(members + first + j).to(tl.int64)
+        entry = table + member * slot_stride + linear
+        own = tl.load(entry + 2, mask=known & (member >= 0), other=0).to(tl.int32)
+        ends += tl.where(i >= j, own, 0) * _STEP
+        rank += own
     found = table + side, members + first, member_weights + first, slot_stride, linear, ends
-    return found, tl.sum(tl.sum(own, 0), 0)
+    return found, rank
 
 
 @triton.jit  # type: ignore[untyped-decorator]
