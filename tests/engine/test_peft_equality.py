@@ -172,7 +172,7 @@ SCALED = ("longrope", "yarn")
 WORLDS = (*FAMILIES, *(f"tied {family}" for family in TIED), *SCALED, *MOE)
 # Granite's embeddings and logits have multipliers; longrope's model is Phi 3, with fused linears.
 OFTEN = {
-    "llama": (*MODES,),
+    "llama": ("in_chunks", "preempted", "churn"),
     "tied granite": ("at_ease",),
     "longrope": ("in_chunks",),
     "yarn": ("few_adapters",),

@@ -115,7 +115,6 @@ def check(reference, name, ids, scores, alternatives):
         for mode, settings in MODES.items()
     ],
     indirect=True,
-    scope="module",
 )
 def test_prompts_are_scored_as_peft_scores_them(engine, reference, request):
     answers, asked = Answers(engine), {}

@@ -42,13 +42,17 @@ def load(folder, device="cpu", dtype=torch.float32, max_context=None):
 
 def reference(folder, prompt, changes=()):
     """Logits [tokens, vocab] of transformers; changes: what to add to which weights."""
+    return references(folder, [prompt], changes)[0]
+
+
+def references(folder, prompts, changes=()):
     model = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager"
     )
     with torch.inference_mode():
         for name, change in changes:
             model.get_parameter(name).add_(change)
-        return model(torch.tensor([prompt])).logits[0]
+        return [model(torch.tensor([prompt])).logits[0] for prompt in prompts]
 
 
 def prompt_of(length, seed=0):
@@ -125,7 +129,8 @@ def test_logits_equal_transformers_however_the_prompts_are_cut(
     name, tiny_checkpoints, paged_tokens
 ):
     prompts = {"one": prompt_of(1), "odd": prompt_of(63), "long": prompt_of(133)}
-    want = {key: reference(tiny_checkpoints[name], prompt) for key, prompt in prompts.items()}
+    logits = references(tiny_checkpoints[name], prompts.values())
+    want = dict(zip(prompts, logits, strict=True))
 
     whole = Run(tiny_checkpoints[name], paged_tokens())
     whole.step(prompts)
