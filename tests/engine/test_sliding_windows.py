@@ -28,7 +28,7 @@ ADAPTERS: dict[str, dict[str, Any]] = {
     "first": {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_proj"]},
     "second": {"r": 12, "lora_alpha": 12, "target_modules": ["k_proj", "o_proj", "up_proj"]},
 }
-TOKENS, SHORTEST, CHUNK = 28, 70, 21  # and WINDOW + 2 pages + CHUNK < SHORTEST
+TOKENS, SHORTEST, CHUNK = 50, 70, 21  # and WINDOW + 2 pages + CHUNK < SHORTEST
 MODES: dict[str, dict[str, Any]] = {
     "at_ease": {},
     "in_chunks": {"max_batch_tokens": CHUNK, "max_running": CHUNK},

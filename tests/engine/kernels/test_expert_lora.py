@@ -60,7 +60,7 @@ LARGE = 17 if INTERPRETED else 33  # a rank that does not fit one block of 16
 CASES = {
     "a_token": Case(((1, 1),), (3, 4), 1, 5, 2),
     "more_experts_than_rows": Case(((0, 1), (2, 2)), (4, 1, 16), 4, 37, 2),
-    "an_expert_with_all": Case(((0, 3), (1, 6)), (5, 16), 11, 7, 3, favourite=6),
+    "an_expert_with_all": Case(((0, 2), (1, 3)), (5, 16), 7, 5, 3, favourite=4),
     "mixed_ranks_and_none": Case(((2, 2), (0, 5), (1, 1)), (LARGE, 0, 7), 11, 5, 3),
     "many_rows_of_one": Case(((0, 150),), (12,), 157, 2, 2),
     "padded_segments": Case(((1, 5), (0, 2)), (4, 8), 9, 3, 1, padding=140),
