@@ -6,7 +6,7 @@ import os
 import signal
 import uuid
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import httpx._transports.default as transports
 import pytest
@@ -65,6 +65,26 @@ def _certificates_read_once() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         once = functools.cache(transports.create_ssl_context)
         patch.setattr(transports, "create_ssl_context", once)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _parameters_read_once() -> Iterator[None]:
+    """Make FastAPI read the type of each parameter once, not for each application: half the
+    processor time of building a gateway.
+    """
+    from fastapi._compat import v2
+
+    built, adapter_of = dict[object, object](), v2.TypeAdapter
+
+    def once(annotated: Any, config: object) -> object:
+        key = annotated.__origin__, repr(annotated.__metadata__), repr(config)
+        if key not in built:
+            built[key] = adapter_of(annotated, config=config)
+        return built[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(v2, "TypeAdapter", once)
         yield
 
 

@@ -62,6 +62,8 @@ class StepCosts:
     lora_s: additional seconds of a step with adapters.
     rank_s: seconds for each LoRA rank of the distinct adapters that decodes use.
     lora_token_s: seconds for each prompt token with an adapter.
+    head_s: additional seconds of a step of decodes in which the head for multi-token prediction
+        predicts; 0 without such a head.
     step_tokens: maximum number of tokens in a step.
     max_running: maximum number of sequences in a step.
     """
@@ -92,6 +94,7 @@ class StepCosts:
     rank_s: float = 1.29e-6
     # "LoRA kernels": adapters add 2.53 ms to 2,048 prompt tokens, 9.09 ms to 8,192.
     lora_token_s: float = 1.2e-6
+    head_s: float = 0.0
     # The engine's defaults.
     step_tokens: int = 2048
     max_running: int = 256

@@ -118,7 +118,7 @@ def check_adapter(record: AdapterRecord) -> None:
     assert set(record.aliases) == set(record.alias_history)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(deadline=None)
 @given(st.lists(ACTS, max_size=40))
 def test_states_keep_their_invariants_and_snapshots_give_the_same_state(acts: list[tuple]) -> None:  # type: ignore[type-arg]
     tenant = TenantCreated(name="a")

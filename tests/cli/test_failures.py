@@ -67,6 +67,52 @@ def test_a_wrong_key_shows_the_servers_message(lorikeet: Lorikeet) -> None:
     assert "key" in sentence(lorikeet.run("list", LORIKEET_ADMIN_KEY="lk_wrong"))
 
 
+def test_an_older_service_is_shown_or_named() -> None:
+    """Its answers lack what 0.1.0 lacked: prompts, states, pages on the host, costs, tier flex."""
+    adapter = {"adapter": "acme/support", "version": 1, "residency": "gpu", "pinned": True}
+    load = dict.fromkeys(("running", "waiting", "kv_pages_used", "kv_pages_total"), 0)
+    replica = {
+        "replica": "old",
+        "base_model": "tiny",
+        "base_quantization": None,
+        "tensor_parallel": 1,
+        "fp8_kv": False,
+        **load,
+        **dict.fromkeys(("arena_bytes_used", "arena_bytes_total"), 0),
+        "adapters": [adapter | {"gpu_bytes": 1, "leases": 0}],
+    }
+    pin = {
+        "tenant": "acme",
+        "adapter": "acme/support",
+        "selector": "prod",
+        "tier": "gpu",
+        "replicas": None,
+        "priority": 0,
+        "image_bytes": 1,
+        "expires": None,
+        "state": "met",
+        "reason": "launch",
+        "shortfalls": [],
+    }
+    tokens = dict.fromkeys(("prompt_tokens", "cached_tokens", "output_tokens", "slot_s"), 7)
+    loads = dict.fromkeys(("loads", "load_bytes", "pushes", "pushed_bytes"), 0)
+    old = FastAPI()
+    status = {"catalog_seq": 1, "catalog_age_s": 0, "pins": {"met": 1}, "replicas": [replica]}
+    old.get("/admin/v1/status")(lambda: status)
+    old.get("/admin/v1/pins")(lambda: {"data": [pin]})
+    days = {"from": "2026-11-01", "to": "2026-11-30"}
+    row = {"tenant": "acme", "requests": 3, **tokens, **loads}
+    old.get("/admin/v1/usage")(lambda: {**days, "data": [row]})
+    old.get("/admin/v1/tenants")(lambda: days)
+    with listening(old) as url:
+        for command, shown in (("status", "old"), ("pins", "launch"), ("usage", "acme")):
+            result = run("--server", url, "--key", "lk_x", command)
+            assert (result.exit_code, result.stderr) == (0, ""), result
+            assert shown in result.stdout
+        said = sentence(run("--server", url, "--key", "lk_x", "tenants", "list"))
+    assert "has no 'data': the service is older than this command" in said
+
+
 @pytest.mark.parametrize("key", ["lk_\u2026", "lk_a\nb", "lk_\x1b[2J", "lk_\xe9"])
 def test_a_malformed_key_is_refused_before_it_is_sent(lorikeet: Lorikeet, key: str) -> None:
     said = sentence(lorikeet.run("list", LORIKEET_ADMIN_KEY=key))

@@ -71,11 +71,11 @@ def test_a_replica_of_a_hybrid_says_how_many_states_it_has(lorikeet: Lorikeet) -
 
 
 def test_a_replica_says_how_many_kv_pages_its_host_has(lorikeet: Lorikeet) -> None:
-    usage = HostPageUsage(30, 400, 1 << 21, 50, 9, 3, 0, 144)
+    usage = HostPageUsage(30, 400, 1 << 21, 50, 9, 3, 0, 144, on_disk=7, disk_pages=900)
     keeping = replica("r1")
     keeping = replace(keeping, status=replace(keeping.status, host_pages=usage))
     lorikeet.engines.said = [keeping, replica("r2")]
-    assert lorikeet.do("status").count("30 of 400") == 1
+    assert lorikeet.do("status").count("30 of 400; disk: 7 of 900") == 1
     said = json.loads(lorikeet.do("status", "--json"))["replicas"]
     assert [each["host_pages"] for each in said] == [usage._asdict(), None]
     lorikeet.engines.said = [replica("r2")]

@@ -183,6 +183,9 @@ PLANTED = {
         "KV pages 80.0 GiB",
         "a smaller LORIKEET_KV_HOST_MEMORY",
     ),
+    "KV pages without host memory on the disk": Fault(
+        "settings", variable("KV_DISK", "1GiB"), PROBLEM, "KV_DISK", "KV_HOST_MEMORY"
+    ),
     "KV caches larger than the machine": Fault(
         "host memory",
         variable("KV_CACHE_MEMORY", "100%"),
@@ -660,7 +663,7 @@ def test_a_readable_folder_to_load_from_is_no_fault(patient: Patient) -> None:
 def test_an_audit_stream_and_a_providers_keys_are_no_faults(
     patient: Patient, tmp_path: Path
 ) -> None:
-    for name in (str(tmp_path / "audit"), "stdout"):
+    for name in (str(tmp_path / "audit"), "stdout", "http://collector:4318"):
         assert faults(patient.examined("audit stream", **variable("AUDIT_LOG", name))) == []
     with running_issuer() as (_, url):
         issuer = variable("OIDC", f"issuer=https://id,audience=lorikeet,jwks={url}")

@@ -18,6 +18,7 @@ import pytest
 from lorikeet_engine.adapter import AdapterRef
 from lorikeet_engine.errors import AdapterError, StepFailed
 from lorikeet_engine.execution import page_copies
+from lorikeet_engine.execution.page_copies import WritePages
 from lorikeet_engine.models.batch import Batch
 from lorikeet_engine.request import (
     Failed,
@@ -29,7 +30,13 @@ from lorikeet_engine.request import (
 )
 from lorikeet_engine.residency import loader, requested_adapters, tiers
 from lorikeet_engine.scheduling.draft_budget import MOST_DRAFTED
-from lorikeet_engine.scheduling.host_pages import Fetch, HostPages
+from lorikeet_engine.scheduling.host_pages import (
+    Arrival,
+    DiskCopy,
+    Fetch,
+    HostPages,
+    PageSlots,
+)
 from lorikeet_engine.scheduling.sequence import Sequence, SequenceStatus
 from tests.engine.blobs import Shelf
 from tests.engine.hash_model import PAGE, SHAPE, build, predict, predict_scores, shift_of
@@ -190,7 +197,10 @@ class CheckedEngine:
         assert not self.engine._requests.open_choices
         assert self.engine._sampler.penalties.free == self.slots
         cache = self.engine._cache
-        assert sorted(cache.take(cache.pages)) == list(range(cache.pages))
+        there = [page for page, gone in enumerate(cache._withdrawn) if not gone]
+        assert sorted(cache.take(cache.pages)) == there
+        while self.fetches.work:  # pages that the last step began to write to the disk
+            self.fetch()
 
     def _check(self, output: Tokens) -> None:
         name, choice = output.request_id, output.choice
@@ -272,8 +282,8 @@ class CheckedEngine:
         assert not any(s.penalty_slot for s in scheduler.waiting)
 
     def _check_host(self) -> list[Fetch]:
-        """Check that each slot on the host is free, has one page, or is read by a fetch; return the
-        fetches under way.
+        """Check that each slot on the host is free, has one page, or is copied by a fetch or to the
+        disk; return the fetches under way.
         """
         cache, copies = self.engine._cache, self.engine._page_copies
         if cache.host is None or copies is None:
@@ -281,11 +291,11 @@ class CheckedEngine:
         under_way = list(copies._under_way)
         assert set(cache._arriving.values()) == set(under_way)
         assert not cache.host.to_fetch
-        arriving = Counter(chain.from_iterable(each.arriving for each in under_way))
-        _check_slots(cache.host, arriving)
+        writing = copies._writing[0] if copies._writing else WritePages(0, (), ())
+        _check_copies(cache.host, [each.arrival for each in under_way], writing.copies)
         if cache.host_states is not None:
-            states = [each.state.copy.slot for each in under_way if each.state is not None]
-            _check_slots(cache.host_states, Counter(states))
+            states = [each.state.arrival for each in under_way if each.state is not None]
+            _check_copies(cache.host_states, states, writing.states)
         return under_way
 
     def _check_states(self, running: list[Sequence]) -> None:
@@ -318,16 +328,29 @@ def _content(sequence: Sequence, group: int, end: int) -> tuple[object, ...]:
     return group, sequence.request.salt, sequence.request.adapter, tokens
 
 
-def _check_slots(host: HostPages, arriving: Counter[int]) -> None:
-    """Check that each slot on the host is free, has one page, or is read by a fetch.
+def _check_copies(host: HostPages, arrivals: list[Arrival], writes: tuple[DiskCopy, ...]) -> None:
+    """Check slots of host memory and of its file against the copies under way.
 
-    arriving: number of fetches that read each slot.
+    arrivals: what fetches copy to the GPU.
     """
-    assert host._holds == arriving
-    assert host._fetching == host._holds.total()
-    assert sorted({*host._free, *host._pages, *host._holds}) == list(range(host.slots))
-    assert len(host._free) + len({*host._pages, *host._holds}) == host.slots
-    assert host._of_tenants == Counter(page.tenant for page in host._pages.values())
-    found = {slot: key for pages in host.pages_of for key, slot in pages.items()}
-    assert found == {slot: page.key for slot, page in host._pages.items()}
-    assert not host.to_store
+    arriving = Counter(chain.from_iterable(each.pages for each in arrivals))
+    assert host._fetching == arriving.total()
+    _check_slots(host, arriving + Counter(copy.slot for copy in writes))
+    if host.disk is not None:
+        reads = list(chain.from_iterable(each.reads for each in arrivals))
+        assert host._reading == len(reads)
+        _check_slots(host.disk, Counter(copy.place for copy in (*reads, *writes)))
+
+
+def _check_slots(slots: PageSlots, copied: Counter[int]) -> None:
+    """Check that each slot is free, has one page, or is copied.
+
+    copied: number of copies from or to each slot.
+    """
+    assert slots._holds == copied
+    assert sorted({*slots._free, *slots._pages, *slots._holds}) == list(range(slots.slots))
+    assert len(slots._free) + len({*slots._pages, *slots._holds}) == slots.slots
+    assert slots._of_tenants == Counter(page.tenant for page in slots._pages.values())
+    found = {slot: key for pages in slots.pages_of for key, slot in pages.items()}
+    assert found == {slot: page.key for slot, page in slots._pages.items()}
+    assert not slots.to_store

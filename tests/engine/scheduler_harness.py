@@ -92,6 +92,7 @@ class SchedulerHarness:
     """Scheduler, and a model that samples each token as a hash of the sequence so far.
 
     ranks: limit of Σ rank when an adapter begins; may be changed at any time.
+    budget: budget of steps instead of FixedBudget(ranks); None: that one.
     overlap: each step is read after the next has been launched.
     window: window of all layers.
     forced: tokens forced after those sampled in the next step, by sequence.
@@ -112,6 +113,7 @@ class SchedulerHarness:
         self.cache = KVCache(pages, PAGE, (window,), tokens)
         self.tiers = FakeTiers(places)
         self.limits, self.ranks = SchedulerLimits(tokens, sequences, adapters), ranks
+        self.budget = None
         self.scheduler = Scheduler(self.limits, self.cache, self.tiers, COSTS, StepCounters())
         self.arrivals = 0
         self.finished = {}
@@ -152,7 +154,7 @@ class SchedulerHarness:
     def step(self):
         self.steps += 1
         self.tiers.advance()
-        plan = self.scheduler.plan(FixedBudget(self.ranks))
+        plan = self.scheduler.plan(self.budget or FixedBudget(self.ranks))
         self.failed += plan.failed.items()
         self.check(plan.chunks)
         self.count(plan.chunks)

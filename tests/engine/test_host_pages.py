@@ -5,6 +5,7 @@ tokens or of another adapter becomes a wrong token.
 """
 
 import logging
+import os
 import threading
 from collections import Counter, deque
 from contextlib import nullcontext
@@ -17,8 +18,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lorikeet_engine.errors import SettingsError
-from lorikeet_engine.execution import batch_builder, page_copies
+from lorikeet_engine.errors import DeviceLost, SettingsError
+from lorikeet_engine.execution import batch_builder, page_copies, page_file
 from lorikeet_engine.execution.page_copies import (
     CudaRankPages,
     PageCopies,
@@ -26,9 +27,10 @@ from lorikeet_engine.execution.page_copies import (
     RankPages,
     page_words,
 )
+from lorikeet_engine.execution.page_file import PageFile
 from lorikeet_engine.parallel.followers import RankCopies
 from lorikeet_engine.request import SamplingParams
-from lorikeet_engine.scheduling.host_pages import Fetch, HostPages, PageCopy
+from lorikeet_engine.scheduling.host_pages import Arrival, DiskCopy, Fetch, HostPages, PageCopy
 from lorikeet_engine.scheduling.kv_cache import KVCache
 from tests.engine.blobs import Shelf
 from tests.engine.checked_engine import GOOD, OTHER, CheckedEngine
@@ -39,6 +41,7 @@ from tests.engine.process_engines import followers
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 SLOT_BYTES = 2 * 4 * 4 * PAGE + 8
+PLACE_BYTES = 4096
 LONG = tuple(range(3, 35))  # 8 pages
 ONE, SHORT = SamplingParams(1, temperature=0.0), SamplingParams(2, temperature=0.0)
 
@@ -55,11 +58,12 @@ def small_pieces(monkeypatch):
     monkeypatch.setattr(batch_builder, "CHUNK", PAGE)
 
 
-def checked(folder, *, host_pages=40, kv_pages=12, **more):
+def checked(folder, *, host_pages=40, kv_pages=12, disk_pages=0, **more):
     return CheckedEngine(
         folder,
         kv_pages=kv_pages,
         kv_host_bytes=host_pages * SLOT_BYTES,
+        kv_disk_bytes=disk_pages * PLACE_BYTES,
         **{"max_running": 3, "max_batch_tokens": 20, **more},
     )
 
@@ -99,6 +103,106 @@ def test_a_prefix_comes_back_from_the_host_instead_of_being_computed(tmp_path, a
     again = usage(engine.engine)
     assert again.fetched == before.fetched + 4 * found.fetched
     assert again.stored - before.stored <= 3, "pages that the host has are not copied again"
+
+
+def damage_file(engine, place):
+    """Change a byte of a page in the file on the disk."""
+    pages_file = engine.engine._page_copies._own.file
+    fd, at = pages_file._file.fileno(), place * pages_file._stride + 40
+    os.pwrite(fd, bytes([os.pread(fd, 1, at)[0] ^ 1]), at)
+
+
+def to_disk(engine, first=50):
+    """Answer other prompts until the first ones have left host memory for the disk."""
+    for which in range(first, first + 8):
+        answer(engine, (which, *LONG[1:]))
+        for _ in range(10):
+            engine.fetch()
+            engine.step()
+
+
+def test_a_prefix_comes_back_from_the_disk(tmp_path, always_fetch):
+    engine = checked(tmp_path, host_pages=24, disk_pages=200)
+    computed = answer(engine)
+    to_disk(engine)
+    before = usage(engine.engine)
+    assert before.evicted > 0
+    assert before.read == 0
+    assert answer(engine) <= computed - len(LONG) + PAGE
+    found = usage(engine.engine)
+    assert found.read == len(LONG) // PAGE - 1
+    assert found.tokens - before.tokens == len(LONG) - PAGE
+    assert found.written >= found.on_disk > found.pages
+    to_disk(engine, 40)
+    assert answer(engine) <= computed - len(LONG) + PAGE, "the pages stayed on the disk"
+
+
+def test_a_page_is_written_to_a_small_disk_once(tmp_path):
+    engine = checked(tmp_path, host_pages=40, disk_pages=4)
+    for which in range(50, 56):
+        answer(engine, (which, *LONG[1:]))
+    for _ in range(200):
+        engine.fetch()
+        engine.step()
+    assert usage(engine.engine).written <= usage(engine.engine).stored
+    assert not engine.fetches.work, "nothing is left to write"
+
+
+@pytest.mark.parametrize("damage", ["a byte", "a page of another prompt", "an error"])
+def test_pages_damaged_on_the_disk_are_computed_again(damage, tmp_path, always_fetch, monkeypatch):
+    engine = checked(tmp_path, host_pages=24, disk_pages=200)
+    computed = answer(engine)
+    to_disk(engine)
+    disk, pages_file = engine.engine._cache.host.disk, engine.engine._page_copies._own.file
+    fd, stride = pages_file._file.fileno(), pages_file._stride
+    if damage == "a byte":
+        for place in range(disk.slots):
+            damage_file(engine, place)
+    elif damage == "an error":
+        pages_file._file.close()
+    else:
+        os.pwrite(fd, os.pread(fd, stride * 190, 0), stride)
+    assert answer(engine) == computed
+    found = usage(engine.engine)
+    assert (found.read, found.damaged) == (0, len(LONG) // PAGE - 1)
+
+
+def test_a_disk_that_fails_is_given_up(tmp_path, always_fetch, caplog):
+    engine = checked(tmp_path, host_pages=24, disk_pages=200)
+    engine.engine._page_copies._own.file._file.close()
+    answer(engine)
+    to_disk(engine)
+    assert [r.msg for r in caplog.records].count("kv_disk_given_up") == 1
+    assert usage(engine.engine).on_disk == 0
+    answer(engine)
+
+
+def test_pages_that_only_the_disk_has_are_computed_if_that_is_faster(tmp_path, monkeypatch):
+    monkeypatch.setattr(HostPages, "pays", lambda *asked: not asked[-1])
+    engine = checked(tmp_path, host_pages=24, disk_pages=200)
+    computed = answer(engine)
+    to_disk(engine)
+    assert answer(engine) == computed
+    assert usage(engine.engine).read == 0
+
+
+def test_a_full_disk_serves_as_without_the_setting(tmp_path, monkeypatch, caplog):
+    allocate = page_file._allocate
+    monkeypatch.setattr(page_file, "_allocate", lambda fd, _: allocate(fd, 1 << 62))
+    with caplog.at_level(logging.WARNING):
+        engine = checked(tmp_path, disk_pages=100)
+    (refused,) = caplog.records
+    assert refused.msg == "kv_pages_not_on_disk"
+    assert "large" in refused.error or "space" in refused.error
+    assert usage(engine.engine).disk_pages == 0
+    answer(engine)
+
+
+def test_the_file_of_pages_has_no_name_and_ends_with_its_engine(tmp_path, always_fetch):
+    engine = checked(tmp_path, host_pages=24, disk_pages=200)
+    fd = engine.engine._page_copies._own.file._file.fileno()
+    assert os.fstat(fd).st_size >= 200 * PLACE_BYTES
+    assert os.fstat(fd).st_nlink == 0
 
 
 @pytest.mark.parametrize(
@@ -220,6 +324,20 @@ def test_failing_all_requests_forgets_all_pages(tmp_path, always_fetch):
     engine.live.clear()
     assert usage(engine.engine).used == 0
     answer(engine)
+
+
+def test_an_engine_whose_copies_hang_ends_rather_than_let_them_overwrite_pages(
+    tmp_path, always_fetch, monkeypatch
+):
+    engine = checked(tmp_path)
+    answer(engine)
+    push_out(engine)
+    engine.submit(LONG, sampling=SHORT)
+    engine.step()
+    monkeypatch.setattr(page_copies, "_ABANDON_S", 0.01)
+    assert engine.fetches.work, "no fetch is under way"
+    with pytest.raises(DeviceLost, match="copies of KV pages"):
+        engine.engine.fail_all(SettingsError("a test"))
 
 
 def test_a_host_without_memory_serves_as_without_the_setting(tmp_path, monkeypatch, caplog):
@@ -362,15 +480,17 @@ CHURNS = given(
     windows=st.sampled_from((WHOLE, WINDOWED)),
     overlap=st.booleans(),
     states=st.sampled_from((False, False, True)),
+    disk_pages=st.sampled_from((0, 200, 20)),
 )
 
 
-def churn(folder, seed, host_pages, room, windows, overlap, states):
+def churn(folder, seed, host_pages, room, windows, overlap, states, disk_pages):
     """Answer random requests while pages come and go, some damaged."""
     chance = Random(seed)
     engine = checked(
         folder / str(chance.random()),
         host_pages=host_pages << states,  # half of the memory is for states
+        disk_pages=disk_pages << states,
         kv_pages=chance.randrange(12, 30),
         windows=WHOLE if states else windows,
         overlap=overlap,
@@ -395,14 +515,20 @@ def churn(folder, seed, host_pages, room, windows, overlap, states):
         if chance.random() < 0.05:
             host = engine.engine._page_copies._own._host
             host[chance.randrange(len(host)), 0] += 1
+        if disk_pages and chance.random() < 0.05:
+            damage_file(engine, chance.randrange(disk_pages))
         for _ in range(chance.randrange(12)):
             chance.choice((engine.load, engine.fetch, engine.step, engine.step))()
     engine.drain()
+    while engine.fetches.work:
+        engine.fetch()
     host = engine.engine._cache.host
     assert host.used_by_prompts <= sum(map(len, host.kept.values())) <= host.slots
     COUNTED.update(usage(engine.engine)._asdict(), preempted=engine.engine.status().preemptions)
     if states:
         COUNTED.update(states_fetched=engine.engine._cache.host_states.counts.fetched)
+        if disk_pages:
+            COUNTED.update(states_on_disk=engine.engine._cache.host_states.disk.used)
     engine.engine.close()
 
 
@@ -412,8 +538,12 @@ def test_answers_are_the_same_while_pages_come_and_go(
 ):
     COUNTED.clear()
     settings(max_examples=examples, deadline=None, derandomize=True)(CHURNS(churn))(tmp_path)
-    rare = ("damaged", "preempted", "of_prompts", "states_fetched") if examples > 3 else ()
-    for event in ("fetched", "evicted", *rare):
+    rare = (
+        ("damaged", "preempted", "of_prompts", "states_fetched", "states_on_disk", "read")
+        if examples > 3
+        else ()
+    )
+    for event in ("fetched", "evicted", "written", *rare):
         assert COUNTED[event] > 0, COUNTED
 
 
@@ -488,21 +618,24 @@ def test_two_processes_each_keep_their_part_of_pages(
     shelf = Shelf(tmp_path / "blobs")
     roomy = build(tiny_checkpoints["llama"], shelf, tmp_path / "a", **sizes)
     expected = answers_of(roomy)
+    host_bytes = 13 * roomy._runner.kv[:, :, :1].nbytes
     roomy.close()
     engine = build(
         tiny_checkpoints["llama"],
         shelf,
         tmp_path / "b",
         kv_pages=10,
-        kv_host_bytes=4 << 20,
+        kv_host_bytes=host_bytes,
+        kv_disk_bytes=4 << 20,
         tensor_parallel=2,
         **sizes,
     )
     assert answers_of(engine) == expected
     found = usage(engine)
-    assert found.fetched >= 20
+    assert found.fetched >= 8
     assert found.damaged == 0
-    assert 2 * found.page_bytes * found.pages <= 4 << 20
+    assert 2 * found.page_bytes * found.pages <= host_bytes
+    assert found.read > 0
     engine.close()
     assert not followers()
 
@@ -565,6 +698,25 @@ def test_copies_in_parts_and_runs_of_slots_move_the_same_pages(fake_streams, mon
     assert pages.fetch(back)() == 1
 
 
+def test_pages_of_a_gpu_come_from_the_disk_in_parts(fake_streams, tmp_path):
+    kv = torch.randn(3, 2, 40, 4, 2, 8)
+    pages = CudaRankPages(
+        [page_words(kv)], torch.zeros(20, 3 * 2 * 32 + 1, dtype=torch.int64), 30, 4
+    )
+    pages.file = PageFile(tmp_path, 1 << 20, pages.row_bytes)
+    before, keys = kv.clone(), [bytes([which] * 32) for which in range(9)]
+    pages.store([PageCopy(slot, slot) for slot in range(9)])
+    assert pages.write([DiskCopy(8 - slot, slot, keys[slot]) for slot in range(9)])() == 0
+    pages._host[:6] = 0  # the others stay in host memory
+    kv[:, :, :9] = 0
+    reads = [DiskCopy(8 - slot, 9 + slot, keys[slot]) for slot in range(6)]
+    copies = [PageCopy(9 + slot if slot < 6 else slot, 20 + slot) for slot in range(9)]
+    assert pages.fetch(copies, reads)() == 0
+    assert torch.equal(kv[:, :, 20:29], before[:, :, :9])
+    wrong = [each._replace(key=keys[8]) for each in reads]
+    assert pages.fetch(copies, wrong)() == 6
+
+
 def test_a_fetch_that_fails_on_a_gpu_ends_its_copies_before_its_pages_are_free(
     fake_streams, monkeypatch
 ):
@@ -589,12 +741,12 @@ def test_a_fetch_that_fails_in_the_leader_goes_on_until_the_other_ranks_have_end
     def fail():
         raise torch.OutOfMemoryError("a test")
 
-    own = SimpleNamespace(device=torch.device("cpu"), fetch=lambda _: fail)
+    own = SimpleNamespace(device=torch.device("cpu"), fetch=lambda *_: fail)
     others, over = RankCopies(1), threading.Event()
     ranks = SimpleNamespace(expect_copy=lambda _: others, send=lambda _: None)
     copies = PageCopies(RankMemory(own, 4), 8, 0, ranks, over.set)
-    fetch = Fetch({}, (PageCopy(0, 0),), [])
-    copies._begin(fetch)
+    fetch = Fetch(Arrival({}), (PageCopy(0, 0),), [])
+    copies._begin_fetch(fetch)
     assert not over.wait(0.1)
     others.add(0)
     assert over.wait(10)

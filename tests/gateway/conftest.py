@@ -480,7 +480,14 @@ def make_peft(
     return folder
 
 
+_blobs: dict[str, bytes] = {}
+
+
 def make_blob(folder: Path, **peft: Any) -> bytes:
-    out = folder / "blob"
-    write_blob(make_peft(folder, **peft), out)
-    return out.read_bytes()
+    """Return the blob of make_peft's adapter, which is made once for each content."""
+    key = repr(peft)
+    if key not in _blobs:
+        out = folder / "blob"
+        write_blob(make_peft(folder, **peft), out)
+        _blobs[key] = out.read_bytes()
+    return _blobs[key]

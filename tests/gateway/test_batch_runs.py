@@ -2,13 +2,19 @@
 
 import asyncio
 import json
+import multiprocessing
+import os
+import random
+import subprocess
+import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from functools import wraps
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 from starlette.types import Receive, Scope, Send
@@ -19,8 +25,10 @@ from lorikeet.catalog.store.object_store import ObjectStore, open_store
 from lorikeet.errors import ObjectExists, StoreError
 from lorikeet.file_store import FileStore
 from lorikeet.gateway.batches import runner
+from lorikeet.gateway.batches.line_turns import LineTurns
 from lorikeet.gateway.batches.runner import BatchRunner
 
+T = TypeVar("T")
 CHAT = "/v1/chat/completions"
 LINES = 200
 
@@ -158,6 +166,62 @@ async def test_another_gateway_goes_on_after_a_kill(
     assert outputs(store, batch, tmp_path) == ALL
 
 
+class Unsteady(Service):
+    """An application that answers some lines with an overload's error or a failure."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        code, status = random.choices(
+            [("", 200), ("overloaded", 503), ("generation_failed", 500)], (85, 7, 8)
+        )[0]
+        if not code:
+            await super().__call__(scope, receive, send)
+            return
+        headers = [(b"x-request-id", b"r")]
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        body = json.dumps({"error": {"code": code}}).encode()
+        await send({"type": "http.response.body", "body": body})
+
+
+def run_gateway(folder: Path) -> None:
+    async def main() -> None:
+        await run(LocalStore(folder), Unsteady(0.1))
+
+    asyncio.run(main())
+
+
+@pytest.mark.soak
+def test_kills_of_gateways_lose_no_line_of_ten_thousand_and_double_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two gateways one or both are killed, again and again."""
+    monkeypatch.setattr(runner, "DEAD_S", 3.0)
+    monkeypatch.setattr(runner, "_FIRST_WAIT_S", 0.05)
+    count, numbers, killed_at, kills = 10_000, random.Random(0), 0, 0
+    store, gateways, process = (
+        LocalStore(tmp_path),
+        list[Any](),
+        multiprocessing.get_context("fork"),
+    )
+    batch, batches = make(store, tmp_path, count=count), stores(store)[0]
+    while batches.mark(batch, ENDED) is None:
+        while len(gateways) < 2:
+            gateways.append(process.Process(target=run_gateway, args=(tmp_path,)))
+            gateways[-1].start()
+        time.sleep(0.2)
+        done = batches.json("acme", batch.id)["request_counts"]["completed"]
+        if killed_at + count // 15 <= done < count:
+            for gateway in numbers.sample(gateways, numbers.choice((1, 1, 2))):
+                gateway.kill()
+                gateway.join()
+                gateways.remove(gateway)
+            killed_at, kills = done, kills + 1
+    for gateway in gateways:
+        gateway.kill()
+        gateway.join()
+    assert kills >= 8
+    assert outputs(store, batch, tmp_path) == [str(number) for number in range(count)]
+
+
 @in_loop
 async def test_a_gateway_that_ends_in_order_commits_what_it_has_answered(
     store: ObjectStore, tmp_path: Path
@@ -238,6 +302,23 @@ async def test_batches_of_several_tenants_run_side_by_side(tmp_path: Path) -> No
 
 
 @in_loop
+async def test_folders_of_killed_gateways_are_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    killed, lives = (tmp_path / f"lorikeet-batch-{pid}-x" for pid in (ended.pid, os.getpid()))
+    for folder in (killed, lives):
+        folder.mkdir()
+        (folder / "input").write_text("{}")
+    task = run(LocalStore(tmp_path / "store"), Service())
+    await until(lambda: not killed.exists())
+    await end(task)
+    assert (lives / "input").exists()
+
+
+@in_loop
 async def test_bytes_in_flight_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store, service = LocalStore(tmp_path / "store"), Service(0.01)
     batch = make(store, tmp_path, count=50)
@@ -285,6 +366,81 @@ async def test_lines_that_wait_to_be_sent_again_hold_up_no_other_tenant(tmp_path
     other = make(store, tmp_path, "globex", 30)
     await until(lambda: stores(store)[0].mark(other, ENDED))
     await end(task)
+
+
+@in_loop
+async def test_another_request_waits_for_few_lines_even_if_all_are_answered_at_once() -> None:
+    """The request takes ten iterations of the event loop, each of which may answer one line."""
+    turns, answers, ended = LineTurns(lambda: False), asyncio.Event(), list[int]()
+
+    async def line(number: int) -> None:
+        await answers.wait()
+        ended.append(number)
+
+    lines = [asyncio.create_task(in_turns(turns, line(number))) for number in range(300)]
+    await asyncio.sleep(0.1)
+    answers.set()
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert 0 < len(ended) <= 10
+    await asyncio.gather(*lines)
+    assert ended == list(range(300)), "in order"
+
+
+@in_loop
+async def test_beside_other_requests_lines_leave_most_of_the_event_loops_time() -> None:
+    turns, begun_s = LineTurns(lambda: True), list[float]()
+
+    async def line() -> None:
+        for _ in range(5):
+            begun_s.append(time.monotonic())
+            ends_s = time.thread_time() + 0.005
+            while time.thread_time() < ends_s:
+                pass
+            await asyncio.sleep(0)
+
+    await in_turns(turns, line())
+    assert all(later - earlier > 4 * 0.0048 for earlier, later in pairwise(begun_s))
+
+
+@in_loop
+async def test_turns_pass_on_results_errors_and_cancellations() -> None:
+    turns, seen = LineTurns(lambda: False), list[str]()
+
+    async def line(end: str) -> str:
+        try:
+            async with asyncio.timeout(0.05):
+                await asyncio.sleep(0 if end != "late" else 1000)
+            if end == "stuck":
+                await asyncio.Event().wait()
+            if end == "fails":
+                raise ValueError(end)
+        except asyncio.CancelledError:
+            seen.append(end)
+            raise
+        finally:
+            await asyncio.sleep(0)
+        return end
+
+    ends = ("answered", "fails", "late", "stuck")
+    tasks = [asyncio.create_task(in_turns(turns, line(end))) for end in ends]
+    await asyncio.wait(tasks[:3])
+    tasks[3].cancel()
+    await asyncio.wait(tasks)
+    assert tasks[0].result() == "answered"
+    assert isinstance(tasks[1].exception(), ValueError)
+    assert isinstance(tasks[2].exception(), TimeoutError)
+    assert tasks[3].cancelled()
+    assert seen == ["stuck"]
+    early = asyncio.create_task(in_turns(turns, line("never")))
+    await asyncio.sleep(0)
+    early.cancel()  # while it waits for its first turn, which goes to another
+    assert await in_turns(turns, line("answered")) == "answered"
+    assert early.cancelled()
+
+
+async def in_turns(turns: LineTurns, work: Coroutine[Any, Any, T]) -> T:
+    return await turns.run(work)
 
 
 @in_loop

@@ -14,7 +14,7 @@ from transformers.pipelines.text_classification import sigmoid, softmax
 
 from lorikeet.apis.answer import Answer
 from lorikeet.protocol.messages import Call
-from lorikeet.text.call_encoding import encode_call
+from lorikeet.text.prompts import encode_call
 from lorikeet_engine.adapter import Problem
 from lorikeet_engine.adapter_format import write_blob
 from lorikeet_engine.request import FinishReason, Pooled, Tokens

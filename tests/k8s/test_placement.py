@@ -104,7 +104,7 @@ def test_the_disk_cache_fits_its_volume(overlay: str, group: str) -> None:
     (volume,) = [v for v in engine["volumes"] if v["name"] == "cache"]
     parsed = Settings.from_env(settings(overlay))
     assert mount["mountPath"] == str(parsed.cache_dir)
-    assert _bytes(volume["emptyDir"]["sizeLimit"]) > parsed.adapter_disk
+    assert _bytes(volume["emptyDir"]["sizeLimit"]) > parsed.adapter_disk + (parsed.kv_disk or 0)
 
 
 @both

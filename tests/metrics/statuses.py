@@ -38,7 +38,7 @@ def engine_status(some: Distribution = SOME, nothing: Distribution = NOTHING) ->
         preemptions=15,
         tensor_parallel=2,
         states=StateUsage(19, 20, 50, 21, 22, 23, 24),
-        host_pages=HostPageUsage(31, 60, 32, 33, 34, 35, 36, 37, 12),
+        host_pages=HostPageUsage(31, 60, 32, 33, 34, 35, 36, 37, 12, 0, 0, 38, 70, 39, 40),
         prompt_tokens=16,
         cached_tokens=17,
         output_tokens=18,

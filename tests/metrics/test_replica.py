@@ -43,6 +43,10 @@ def test_every_number_of_the_status_has_its_metric() -> None:
     for event, times in (("stored", 33), ("fetched", 34), ("evicted", 35), ("damaged", 36)):
         assert page.total("lorikeet_kv_host_page_events_total", event=event) == times
     assert page.total("lorikeet_kv_host_tokens_total") == 37
+    for state, pages in (("used", 38), ("total", 70)):
+        assert page.total("lorikeet_kv_disk_pages", state=state) == pages
+    for event, times in (("written", 39), ("read", 40)):
+        assert page.total("lorikeet_kv_disk_page_events_total", event=event) == times
     assert page.total("lorikeet_preemptions_total") == 15
     assert page.total("lorikeet_tensor_parallel") == 2
     rounded = {"weights": "nf4, rounded to fp8", "kv_cache": "fp8"}

@@ -221,7 +221,7 @@ def fleets(draw: st.DrawFn):
     return demand, sizes, replicas
 
 
-@settings(max_examples=60, deadline=None)
+@settings(deadline=None)
 @given(fleets(), st.booleans())
 def test_prefetches_never_exceed_a_tier_nor_evict_a_pin(fleet, spares: bool):
     demand, sizes, replicas = fleet
@@ -240,13 +240,13 @@ def test_prefetches_never_exceed_a_tier_nor_evict_a_pin(fleet, spares: bool):
             )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(deadline=None)
 @given(fleets(), st.booleans())
 def test_plans_converge_to_no_prefetches(fleet, spares: bool):
     settle(*fleet, spares=spares)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(deadline=None)
 @given(fleets())
 def test_prefetches_to_gpus_raise_the_uses_that_copies_draw(fleet):
     demand, sizes, replicas = fleet

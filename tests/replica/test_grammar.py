@@ -180,13 +180,13 @@ class TestEngine:
     def test_answers_of_many_seeds_match_their_schemas(self, answer, tokenizer):
         prompt = tuple(tokenizer.encode("Tell me about it.").ids)
         bound, plain = [], []
-        for seed in range(24):
+        for seed in range(12):
             name = list(SCHEMAS)[seed % len(SCHEMAS)]
             params = SamplingParams(
                 600, seed=seed, grammar=schema_grammar(json.dumps(SCHEMAS[name]))
             )
             bound.append(Request(f"{name} {seed}", (prompt,), params))
-        for seed in range(8):
+        for seed in range(4):
             params = SamplingParams(60, seed=seed, ignore_eos=True, top_p=0.95)
             plain.append(Request(f"plain {seed}", (prompt,), params))
         both = answer([*bound, *plain], overlap=True)
@@ -195,7 +195,7 @@ class TestEngine:
             assert both.finish[key] is FinishReason.STOP
             said = json.loads(tokenizer.decode(both.tokens[key]))
             jsonschema.validate(said, SCHEMAS[request.request_id.split()[0]])
-        assert len({tuple(tokens) for tokens in both.tokens.values()}) > 28
+        assert len({tuple(tokens) for tokens in both.tokens.values()}) > 14
         assert both.tokens == answer([*bound, *plain], overlap=False).tokens
         alone = answer(plain, overlap=True).tokens
         assert alone == {key: both.tokens[key] for key in alone}

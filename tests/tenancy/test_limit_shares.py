@@ -100,7 +100,7 @@ steps = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(deadline=None)
 @given(count=st.integers(2, 4), steps=steps)
 def test_shares_never_add_up_to_more_than_the_whole_however_late_answers_are(
     count: int, steps: list[tuple[str, int, int]]

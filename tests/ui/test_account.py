@@ -41,7 +41,7 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
         for account, prompt_tokens in (("acme/support", 1234), ("globex/secret", 98765)):
             ledger = UsageLedger(time.time)
             owner = account.partition("/")[0]
-            counts = UsageCounts(requests=3, prompt_tokens=prompt_tokens, cost=2_500_000_000_000)
+            counts = UsageCounts(3, prompt_tokens, cost=2_500_000_000_000, flex_prompt_tokens=34)
             ledger.add(UsageAccount(owner, "tiny", account), counts)
             assert UsageWriter(store, ledger, 60.0).flush()
         yield running
@@ -80,8 +80,8 @@ def test_a_tenant_sees_its_own_adapters_usage_and_limits(tab: Tab, gateway: Gate
     assert "acme/support" in tab.text("#adapters")
     month = f"{datetime.now(UTC):%Y-%m}"
     usage = " ".join(tab.text("#usage").split())
-    assert f"{month} 3 1,234 0 0 2.50" in usage
-    assert "acme/support 3 1,234 0 0 2.50" in usage
+    assert f"{month} 3 1,234 0 0 34 2.50" in usage
+    assert "acme/support 3 1,234 0 0 34 2.50" in usage
     tab.until("document.getElementById('limits').innerText.includes('2.50 of 5.00')")
     limits = tab.text("#limits")
     for each in ("Requests a minute", "of 60", "Requests at once", "0 of 7", "Cost this month"):

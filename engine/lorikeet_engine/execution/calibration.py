@@ -20,7 +20,6 @@ from lorikeet_engine.errors import SettingsError
 from lorikeet_engine.execution.step_timer import StepTimer
 from lorikeet_engine.execution.steps import ModelRunner
 from lorikeet_engine.execution.warm_up import random_kv
-from lorikeet_engine.kernels.lora.types import LoraWeights
 from lorikeet_engine.residency.gpu.arena import ClearRow, DeviceArena, WriteRow
 from lorikeet_engine.settings import EngineSettings
 
@@ -29,6 +28,7 @@ log = logging.getLogger(__name__)
 _RANK = 16
 # Numbers of decodes that are timed. A single decode has matrix kernels of its own on CUDA.
 _DECODES = (1, 2, 32, 128, 256)
+_PREDICTED = 32  # decodes of the step that gives head_s
 _FEW = 2  # decodes: a step of no more is too small to tell how larger ones behave
 _LONG_CONTEXT = 4096
 # Tokens of the chunk, and its two depths, that give the cost of tokens a prompt attends to.
@@ -52,6 +52,7 @@ def measure_step_costs(
     runner: ModelRunner,
     kv_pages: int,
     arena: DeviceArena,
+    elements: int,
     shape: BaseShape,
     settings: EngineSettings,
 ) -> StepCosts:
@@ -59,6 +60,7 @@ def measure_step_costs(
 
     kv_pages: number of the runner's KV pages; they are empty before and after this call.
     arena: the runner's GPU memory of adapters; it is empty before and after this call.
+    elements: elements of the arena that are there.
     shape: part of the base model that this process computes.
 
     Where contexts are too short to measure the cost of attention, that cost keeps its default.
@@ -66,12 +68,17 @@ def measure_step_costs(
     keep their defaults. In that case, raises SettingsError if inter_token_goal_s is set.
     """
     steps = StepTimer(runner, kv_pages, settings)
-    dummies = _DummyAdapters.that_fit(arena.weights, shape, settings)
+    dummies = _DummyAdapters.that_fit(elements, shape, settings)
     with random_kv(runner.kv) if runner.model.device.type == "cuda" else nullcontext():
         costs, chunk = _of_base(steps, settings)
         if dummies.count:
             with dummies.in_place(arena):
                 costs = _with_lora(costs, steps, dummies, chunk)
+        if runner.model.config.mtp is not None:
+            decodes = min(_PREDICTED, settings.max_running)
+            if costs.rows_s(decodes) > _SLOW_S:
+                decodes = min(_FEW, decodes)
+            costs = replace(costs, head_s=steps.head_s(decodes))
     if not dummies.count and settings.inter_token_goal_s is not None:
         raise SettingsError(
             f"adapter_gpu_bytes={settings.adapter_gpu_bytes}: too small to measure what ranks "
@@ -239,17 +246,14 @@ class _DummyAdapters:
     rank: int
 
     @classmethod
-    def that_fit(
-        cls, weights: LoraWeights, shape: BaseShape, settings: EngineSettings
-    ) -> "_DummyAdapters":
+    def that_fit(cls, arena: int, shape: BaseShape, settings: EngineSettings) -> "_DummyAdapters":
         """Make as many adapters as fit into both the arena and a step.
 
         Their rank is lowered if the arena has no room for one adapter of the usual rank.
 
-        weights: memory of the adapters' weights, the arena, on the device.
+        arena: elements of the arena, the adapters' memory on the device.
         shape: part of the base model that this process computes.
         """
-        arena = weights.arena.numel()
         rank = min(_RANK, settings.max_rank, arena // _image(shape, 1)[1])
         rows, elements = _image(shape, rank)
         room = arena // elements if rank else 0

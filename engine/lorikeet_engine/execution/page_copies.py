@@ -14,11 +14,14 @@ sequence shares the pages.
 
 A page's row on the host ends with the checksum (checksums.py) of its words, which is computed on
 the device when the page is stored, and again when it is fetched.
+
+With a file on the disk (page_file.py), threads write rows to it, one batch at a time, and a fetch
+reads the rows of each part right before it copies the part to the device.
 """
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass
@@ -30,10 +33,11 @@ import torch
 
 from lorikeet_engine.device.async_copies import Download, upload
 from lorikeet_engine.errors import SettingsError
+from lorikeet_engine.execution.page_file import PageFile
 from lorikeet_engine.parallel.followers import Followers, for_good
 from lorikeet_engine.residency.host_arena import host_memory
 from lorikeet_engine.residency.workers import Workers
-from lorikeet_engine.scheduling.host_pages import Fetch, PageCopy
+from lorikeet_engine.scheduling.host_pages import DiskCopy, Fetch, HostPages, PageCopy
 from lorikeet_engine.scheduling.kv_cache import KVCache
 from lorikeet_engine.settings import EngineSettings
 
@@ -46,6 +50,7 @@ _AT_ONCE_BYTES = 256 << 20  # 5 ms of the bus, as for adapters (residency/gpu/im
 _PARTS_UNDER_WAY = 2
 _STATES_AT_ONCE = 4  # stored before one step
 _ABANDON_S = 10.0
+_WRITE_BYTES = 64 << 20  # of one batch to the disk
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,15 +70,47 @@ class StorePages:
 
 @dataclass(frozen=True, slots=True)
 class FetchPages:
-    """Command to copy pages, and states of delta nets, to the device, and to report how many have a
-    wrong checksum.
+    """Command to copy pages, and states of delta nets, to the device, and to report how many are
+    damaged.
 
     number: identifies the copy in reports; negative, since other numbers are of copies of adapters.
+    reads, state_reads: those that are first read from the disk.
     """
 
     number: int
     copies: tuple[PageCopy, ...]
     states: tuple[PageCopy, ...]
+    reads: tuple[DiskCopy, ...] = ()
+    state_reads: tuple[DiskCopy, ...] = ()
+
+    def prepare(self, memory: "RankMemory") -> Callable[[], int]:
+        """Return a function that does this for one rank, as RankPages.fetch does."""
+        runs = [memory.pages.fetch(self.copies, self.reads)]
+        if self.states:
+            assert memory.states is not None, "a state without host memory"
+            runs.append(memory.states.fetch(self.states, self.state_reads))
+        return lambda: sum([run() for run in runs])
+
+
+@dataclass(frozen=True, slots=True)
+class WritePages:
+    """Command to write pages, and states of delta nets, from host memory to the disk, and to report
+    1 if that fails, else 0.
+
+    number: identifies the writing in reports, as in FetchPages.
+    """
+
+    number: int
+    copies: tuple[DiskCopy, ...]
+    states: tuple[DiskCopy, ...]
+
+    def prepare(self, memory: "RankMemory") -> Callable[[], int]:
+        """Return a function that does this for one rank, as RankPages.write does."""
+        runs = [memory.pages.write(self.copies)]
+        if self.states:
+            assert memory.states is not None, "a state without host memory"
+            runs.append(memory.states.write(self.states))
+        return lambda: sum([run() for run in runs])
 
 
 class _Part(NamedTuple):
@@ -100,9 +137,11 @@ class RankPages:
     tensors: the pages on the device, each [pieces, pages, words] (`page_words`, `state_words`).
     host: memory of host_memory (residency/host_arena.py), int64: a row of words for each page, and
         its checksum at the end.
+    file: file on the disk for rows; None without one.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], host: torch.Tensor) -> None:
+        self.file: PageFile | None = None
         self.device = tensors[0].device
         self._parts, end = list[_Part](), 0
         for words in tensors:
@@ -110,6 +149,11 @@ class RankPages:
             self._parts.append(_Part(words, begin, end))
         self._memory = host  # stays page-locked as long as this very tensor exists
         self._host = host.view(-1, end + 1)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a page's row on the host."""
+        return self._host.shape[1] * _WORD.itemsize
 
     @property
     def room(self) -> int:
@@ -124,16 +168,49 @@ class RankPages:
                 part.of(row)[0] = part.words[:, page]
             row[0, -1] = row[0, :-1].sum()
 
-    def fetch(self, copies: Sequence[PageCopy]) -> Callable[[], int]:
+    def fetch(
+        self, copies: Sequence[PageCopy], reads: Sequence[DiskCopy] = ()
+    ) -> Callable[[], int]:
         """Prepare a copy of pages to the device, to run after all steps launched so far.
 
-        Returns a function that copies, waits for the end and returns the number of pages with a
-        wrong checksum. On CUDA it is to be called on another thread.
-        """
-        return partial(self._fetch, copies)
+        Returns a function that copies, waits for the end and returns the number of damaged pages:
+        those with a wrong checksum, and rows of other pages in the file. With a file or on CUDA it
+        is to be called on another thread.
 
-    def _fetch(self, copies: Sequence[PageCopy]) -> int:
-        damaged = 0
+        reads: pages to read from the file into their slots before.
+        """
+        return partial(self._fetch, copies, reads)
+
+    def write(self, copies: Sequence[DiskCopy]) -> Callable[[], int]:
+        """Prepare to write to the file the pages that all stores launched so far have brought.
+
+        Returns a function that writes and returns 0, to be called on another thread. It may raise
+        OSError.
+        """
+        return partial(self._write, copies)
+
+    def _write(self, copies: Sequence[DiskCopy]) -> int:
+        for place, slot, key in copies:
+            assert self.file is not None, "pages written without a file"
+            self.file.write(place, key, self._host[slot])
+        return 0
+
+    def _read(self, copies: Sequence[PageCopy], reads: Mapping[int, DiskCopy]) -> int:
+        """Read from the file the pages that are not in their slots yet; return the number of those
+        that it does not have.
+
+        reads: such pages, by their slots.
+        """
+        lost = 0
+        for slot, _ in copies:
+            if slot in reads:
+                assert self.file is not None, "pages read without a file"
+                place, _, key = reads[slot]
+                lost += not self.file.read(place, key, self._host[slot])
+        return lost
+
+    def _fetch(self, copies: Sequence[PageCopy], reads: Sequence[DiskCopy]) -> int:
+        damaged = self._read(copies, _by_slot(reads))
         for slot, page in copies:
             row = self._host[slot : slot + 1]
             damaged += int(row[0, :-1].sum() != row[0, -1])
@@ -197,27 +274,46 @@ class CudaRankPages(RankPages):
                 into.copy_(half[row : row + count], non_blocking=True)
         self._stored[1] = self._storing.record_event()
 
-    def fetch(self, copies: Sequence[PageCopy]) -> Callable[[], int]:
+    def fetch(
+        self, copies: Sequence[PageCopy], reads: Sequence[DiskCopy] = ()
+    ) -> Callable[[], int]:
         """Prepare a copy of pages to the device, after all steps and stores launched so far.
 
-        Returns a function that copies, waits for the end and returns the number of pages with a
-        wrong checksum.
+        Returns a function that copies, waits for the end and returns the number of damaged pages.
+
+        reads: pages to read from the file into their slots before.
         """
         launched = torch.cuda.current_stream(self.device).record_event()
-        return partial(self._fetch_behind, copies, launched, self._storing.record_event())
+        stores = self._storing.record_event()
+        return partial(self._fetch_behind, copies, launched, stores, _by_slot(reads))
+
+    def write(self, copies: Sequence[DiskCopy]) -> Callable[[], int]:
+        """Prepare to write to the file the pages that all stores launched so far have brought."""
+        return partial(self._write_behind, copies, self._storing.record_event())
+
+    def _write_behind(self, copies: Sequence[DiskCopy], stores: torch.cuda.Event) -> int:
+        stores.synchronize()
+        return self._write(copies)
 
     def _fetch_behind(
-        self, copies: Sequence[PageCopy], steps: torch.cuda.Event, stores: torch.cuda.Event
+        self,
+        copies: Sequence[PageCopy],
+        steps: torch.cuda.Event,
+        stores: torch.cuda.Event,
+        reads: Mapping[int, DiskCopy],
     ) -> int:
-        """Copy pages from the host in parts; wait; return the number with a wrong checksum.
+        """Copy pages from the host in parts; wait; return the number of damaged ones.
 
         steps: event after which the pages on the device may be written to.
         stores: event after which the host has the pages.
+        reads: pages to read from the file, by their slots, once all stores into these are over.
         """
-        most = _PARTS_UNDER_WAY
-        if len(copies) * self._host.shape[1] * _WORD.itemsize <= _AT_ONCE_BYTES:
+        most, lost = _PARTS_UNDER_WAY, 0
+        if len(copies) * self.row_bytes <= _AT_ONCE_BYTES:
             most = len(copies)
         under_way = deque[torch.cuda.Event]()
+        if reads:
+            stores.synchronize()
         try:
             with torch.cuda.stream(self._fetching):
                 self._fetching.wait_event(stores)
@@ -226,12 +322,13 @@ class CudaRankPages(RankPages):
                     if len(under_way) >= most:
                         under_way.popleft().synchronize()
                     some = copies[begin : begin + len(self._part)]
+                    lost += self._read(some, reads)
                     damaged += self._fetch_part(some, steps)
                     over = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
                     over.record(self._fetching)
                     under_way.append(over)
                 result = Download(damaged)
-            return int(result.wait())
+            return int(result.wait()) + lost
         finally:  # after an error, too: the pages then go to other sequences
             self._fetching.synchronize()
 
@@ -259,12 +356,21 @@ class RankMemory(NamedTuple):
 
     slots, state_slots: numbers of pages and states that all ranks have room for.
     states: None for a model without states.
+    places, state_places: numbers of pages and states for which all ranks' files have room; 0
+        without files.
     """
 
     pages: RankPages
     slots: int
     states: RankPages | None = None
     state_slots: int = 0
+    places: int = 0
+    state_places: int = 0
+
+    @property
+    def waits(self) -> bool:
+        """Whether copies but stores take time, so that threads make them."""
+        return self.pages.device.type == "cuda" or self.places > 0
 
     def store(self, copies: Sequence[PageCopy], states: Sequence[PageCopy]) -> None:
         """Copy pages and states to the host. Steps launched afterwards may write to them."""
@@ -273,14 +379,6 @@ class RankMemory(NamedTuple):
         if states:
             assert self.states is not None, "a state without host memory"
             self.states.store(states)
-
-    def fetch(self, copies: Sequence[PageCopy], states: Sequence[PageCopy]) -> Callable[[], int]:
-        """Prepare a copy of pages and states to the device, as RankPages.fetch does."""
-        runs = [self.pages.fetch(copies)]
-        if states:
-            assert self.states is not None, "a state without host memory"
-            runs.append(self.states.fetch(states))
-        return lambda: sum([run() for run in runs])
 
 
 class PageCopies:
@@ -308,12 +406,15 @@ class PageCopies:
         self.memory, self.page_bytes, self.state_bytes = memory, page_bytes, state_bytes
         self._own, self._followers, self._wake = memory.pages, followers, wake
         self._worker = Workers(1, "kv-pages")
-        self._waits = memory.pages.device.type == "cuda" or followers is not None
+        self._waits = memory.waits or followers is not None
         self._under_way: dict[Fetch, Future[int]] = {}
-        self._fetches = 0
+        self._writer = Workers(1, "kv-disk") if memory.places else None
+        self._writing: tuple[WritePages, Future[int]] | None = None
+        self._disk_fails = False
+        self._commands = 0
 
     def before_plan(self, cache: KVCache) -> None:
-        """End fetches that are over; tell the cache how many pages may be stored in this step."""
+        """End copies that are over; tell the cache how many pages may be stored in this step."""
         assert cache.host is not None, "copies without host memory"
         for fetch in [each for each, future in self._under_way.items() if future.done()]:
             damaged = self._under_way.pop(fetch).result()
@@ -323,6 +424,11 @@ class PageCopies:
         cache.host.room = self._own.room
         if cache.host_states is not None and self.memory.states is not None:
             cache.host_states.room = self.memory.states.room
+        if self._writing is not None and self._writing[1].done():
+            self._end_writing(cache)
+        self._make_disk_room(cache.host, self.page_bytes)
+        if cache.host_states is not None:
+            self._make_disk_room(cache.host_states, self.state_bytes)
         cache.store_kept()
 
     def after_plan(self, cache: KVCache) -> None:
@@ -340,25 +446,80 @@ class PageCopies:
                 with for_good():
                     self.memory.store(copies, states)
         for fetch in host.to_fetch:
-            self._begin(fetch)
+            self._begin_fetch(fetch)
         host.to_fetch.clear()
+        if self._writer is not None:
+            self._begin_writing(host, cache.host_states, self._writer)
 
-    def abandon(self) -> None:
-        """Wait at most 10 s for the fetches in flight, whose pages nobody will use."""
-        wait(self._under_way.values(), _ABANDON_S)
+    def abandon(self) -> bool:
+        """Wait at most 10 s for the copies in flight, whose pages nobody will use.
+
+        Returns False if they have not ended, so that they may overwrite later pages.
+        """
+        futures = [*self._under_way.values()]
+        if self._writing is not None:
+            futures.append(self._writing[1])
+        ended = not wait(futures, _ABANDON_S).not_done
         self._under_way.clear()
+        self._writing = None
+        return ended
+
+    def read_s(self, size: int) -> float:
+        """Return the seconds that reading so many bytes from the disk is expected to take."""
+        return 0.0 if self._own.file is None else self._own.file.read_s(size)
 
     def close(self) -> None:
         """Begin no more copies."""
         self._worker.close()
+        if self._writer is not None:
+            self._writer.close()
 
-    def _begin(self, fetch: Fetch) -> None:
-        states = () if fetch.state is None else (fetch.state.copy,)
-        future, run = Future[int](), self.memory.fetch(fetch.copies, states)
+    def _begin_fetch(self, fetch: Fetch) -> None:
+        states, state_reads = tuple[PageCopy, ...](), tuple[DiskCopy, ...]()
+        if fetch.state is not None:
+            states, state_reads = (fetch.state.copy,), fetch.state.arrival.reads
+        number, reads = self._next_number(), fetch.arrival.reads
+        command = FetchPages(number, fetch.copies, states, reads, state_reads)
+        self._under_way[fetch] = self._begin(command, self._worker)
+
+    def _begin_writing(self, host: HostPages, states: HostPages | None, writer: Workers) -> None:
+        pages = host.begin_writes()
+        of_states = () if states is None else states.begin_writes()
+        if pages or of_states:
+            command = WritePages(self._next_number(), pages, of_states)
+            self._writing = command, self._begin(command, writer)
+
+    def _end_writing(self, cache: KVCache) -> None:
+        """Let the cache find pages that are written to the disk.
+
+        After a failure nothing more is written: a failing disk would cost all steps their time.
+        """
+        assert self._writing is not None
+        (command, future), self._writing = self._writing, None
+        failed = future.result() > 0
+        if failed and not self._disk_fails:
+            self._disk_fails = True
+            log.error("kv_disk_given_up")
+        assert cache.host is not None
+        cache.host.end_writes(command.copies, failed=failed)
+        if cache.host_states is not None:
+            cache.host_states.end_writes(command.states, failed=failed)
+
+    def _make_disk_room(self, host: HostPages, page_bytes: int) -> None:
+        if host.disk is not None:
+            is_free = self._writing is None and not self._disk_fails
+            host.disk.room = max(1, _WRITE_BYTES // page_bytes) if is_free else 0
+
+    def _next_number(self) -> int:
+        self._commands += 1
+        return -self._commands
+
+    def _begin(self, command: FetchPages | WritePages, worker: Workers) -> Future[int]:
+        """Begin a copy in all ranks; return the number of damaged pages, or 1 after an error."""
+        future, run = Future[int](), command.prepare(self.memory)
         if self._followers is not None:
-            self._fetches += 1
-            others = self._followers.expect_copy(-self._fetches)
-            self._followers.send(FetchPages(-self._fetches, fetch.copies, states))
+            others = self._followers.expect_copy(command.number)
+            self._followers.send(command)
             own = run
 
             def run() -> int:
@@ -372,15 +533,15 @@ class PageCopies:
             try:
                 future.set_result(run())
             except Exception:
-                log.exception("kv_pages_not_fetched")
-                future.set_result(max(1, len(fetch.copies)))
+                log.exception("kv_pages_not_copied")
+                future.set_result(max(1, len(command.copies)))
             self._wake()
 
-        self._under_way[fetch] = future
         if self._waits:
-            self._worker.submit(copy, urgent=True)
+            worker.submit(copy, urgent=True)
         else:
             copy()
+        return future
 
 
 def allocate_rank_memory(
@@ -404,11 +565,40 @@ def allocate_rank_memory(
     of_states = room // 2 if states else 0
     sizes = _buffers(kv[:, :, :1].nbytes, settings, groups)
     pages = _allocate([page_words(kv)], room - of_states, sizes, settings, least)
-    if not states:
-        return None if pages is None else RankMemory(*pages)
-    sizes = _state_buffers(sum(each[:, :1].nbytes for each in states))
-    kept = _allocate(list(map(state_words, states)), of_states, sizes, settings, least)
-    return None if pages is None or kept is None else RankMemory(*pages, *kept)
+    kept: tuple[RankPages, int] | tuple[()] | None = ()
+    if states:
+        sizes = _state_buffers(sum(each[:, :1].nbytes for each in states))
+        kept = _allocate(list(map(state_words, states)), of_states, sizes, settings, least)
+    if pages is None or kept is None:
+        return None
+    memory = RankMemory(*pages, *kept)
+    return _with_files(memory, settings, least) if settings.kv_disk_bytes else memory
+
+
+def _with_files(
+    memory: RankMemory, settings: EngineSettings, least: Callable[[int], int]
+) -> RankMemory:
+    """Create a rank's files for pages and states that leave host memory, half of the disk for each.
+
+    Logs the reason, and changes nothing, if a rank has no room for a page or state on its disk.
+    """
+    own = [memory.pages] if memory.states is None else [memory.pages, memory.states]
+    size = settings.kv_disk_bytes // settings.tensor_parallel // len(own)
+    places, error = list[int](), "no room for a page, or another rank has no file"
+    for pages in own:
+        try:
+            pages.file = PageFile(settings.cache_dir, size, pages.row_bytes)
+        except OSError as failure:
+            error = str(failure)
+        places.append(least(0 if pages.file is None else pages.file.places))
+    if not all(places):
+        for pages in own:
+            pages.file = None
+        facts = {"kv_disk_bytes": settings.kv_disk_bytes, "error": error}
+        log.warning("kv_pages_not_on_disk", extra=facts)
+        return memory
+    pages_of, *states_of = places
+    return memory._replace(places=pages_of, state_places=sum(states_of))
 
 
 def _allocate(
@@ -442,6 +632,10 @@ def _allocate(
         log.warning("kv_pages_not_on_host", extra=facts)
         return None
     return pages, slots
+
+
+def _by_slot(reads: Sequence[DiskCopy]) -> dict[int, DiskCopy]:
+    return {each.slot: each for each in reads}
 
 
 def _clear_error(device: torch.device) -> None:

@@ -50,6 +50,13 @@ class StepTimer:
         """
         return self.shortest_s(self.decodes(sequences, context or self.context))
 
+    def head_s(self, sequences: int) -> float:
+        """Return the seconds by which a step of this many decodes is longer if the head for
+        multi-token prediction predicts a token for each.
+        """
+        chunks = self.decodes(sequences, self.context)
+        return max(0.0, self.shortest_s(chunks, predicts=True) - self.shortest_s(chunks))
+
     def prompts_s(self, tokens: int, rank: int = 0) -> float:
         """Return the seconds of a step of whole prompts.
 
@@ -87,10 +94,13 @@ class StepTimer:
         """
         return self._chunk(depth, tokens, 0, lease)
 
-    def shortest_s(self, chunks: list[Chunk]) -> float:
-        """Return the seconds of the fastest of a few runs of a step with these chunks."""
+    def shortest_s(self, chunks: list[Chunk], *, predicts: bool = False) -> float:
+        """Return the seconds of the fastest of a few runs of a step with these chunks.
+
+        predicts: whether the head for multi-token prediction predicts in the step.
+        """
         taken_s = list[float]()
-        for step_s in self._times_s(chunks):
+        for step_s in self._times_s(chunks, predicts=predicts):
             taken_s.append(step_s)
             if len(taken_s) == _REPEATS or sum(taken_s) >= _LONG_STEP_S:
                 break
@@ -111,7 +121,7 @@ class StepTimer:
                 break
         return step_s
 
-    def _times_s(self, chunks: list[Chunk]) -> Iterator[float]:
+    def _times_s(self, chunks: list[Chunk], *, predicts: bool = False) -> Iterator[float]:
         """Run a step with these chunks endlessly; yield the seconds of each run."""
         device = self._runner.model.device
         chunks = with_states(chunks, self._runner.state_slots)
@@ -121,6 +131,8 @@ class StepTimer:
             began_s = time.perf_counter()
             self._runner.share(step)
             self._runner.forward(batch)
+            if predicts:
+                self._runner.predict(batch, batch.token_ids, predicts=True)
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             yield time.perf_counter() - began_s

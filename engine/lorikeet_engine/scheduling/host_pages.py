@@ -10,6 +10,10 @@ The least recently used page is replaced first. A page of a tenant that has less
 of the slots is spared once after each use. Pages of kept prompts are never replaced; they take at
 most half of the slots.
 
+With a file on the local disk (execution/page_file.py), pages that would be replaced soon are
+written to it while they are still in host memory. A fetch reads pages that only the file has into
+slots of host memory again.
+
 This module decides; execution/page_copies.py copies.
 """
 
@@ -22,6 +26,7 @@ from typing import NamedTuple
 from lorikeet_engine.costs import StepCosts, seen_tokens
 
 _MOST_SPARED = 64  # pages looked at to store one page
+_MOST_LOOKED_AT = 1024  # pages looked at for those to write to the disk
 
 
 @dataclass(slots=True)
@@ -66,14 +71,38 @@ class PageCopy(NamedTuple):
     page: int
 
 
+class DiskCopy(NamedTuple):
+    """Copy of a page between host memory and the file on the disk.
+
+    place: index of the page in the file.
+    slot: index of the page's slot in host memory.
+    key: the page's key.
+    """
+
+    place: int
+    slot: int
+    key: bytes
+
+
+class Arrival(NamedTuple):
+    """Pages that a fetch copies to the GPU.
+
+    pages: the pages, by their slots in host memory.
+    reads: pages that are first read from the disk into their slots.
+    """
+
+    pages: dict[int, CachedPage]
+    reads: tuple[DiskCopy, ...] = ()
+
+
 class StateFetch(NamedTuple):
     """State of delta nets on its way to the GPU.
 
-    cached: the state, by the key of the last page of its prefix.
+    arrival: the state, by the key of the last page of its prefix.
     copy: its slots on the host and on the GPU.
     """
 
-    cached: CachedPage
+    arrival: Arrival
     copy: PageCopy
 
 
@@ -82,7 +111,7 @@ class Fetch:
     """Pages of one prefix on their way to the GPU. Sequences with this prefix wait until it is
     over.
 
-    arriving: pages that are copied, by their slots in host memory.
+    arrival: pages that are copied.
     copies: for each of these pages, its slot and the page on the GPU that it is copied to.
     kept: for each group of layers, all pages of the prefix on the GPU, with those that are copied;
         the fetch holds a reference to each, so that none is evicted.
@@ -90,24 +119,174 @@ class Fetch:
     over: whether the fetch has ended.
     """
 
-    arriving: dict[int, CachedPage]
+    arrival: Arrival
     copies: tuple[PageCopy, ...]
     kept: list[list[int]]
     state: StateFetch | None = None
     over: bool = False
 
 
-class HostPages:
-    """Slots of host memory for KV pages, or for states of delta nets, each a page of the one group.
-    For the engine's thread only.
+class PageSlots:
+    """Slots of host memory, or places of a file on the disk, for KV pages or for states of delta
+    nets, each a page of the one group. For the engine's thread only.
+
+    slots: number of pages for which there is room.
+    counts: counts that the slots increase.
+    pages_of: for each group of layers, the slots of stored pages by key.
+    to_store: slot → the page's index where it is copied from: on the GPU, or in host memory if
+        these are places of a file.
+    room: number of pages that can still be copied before the next step.
+    """
+
+    def __init__(self, slots: int, groups: int, counts: HostPageCounts) -> None:
+        """Start with free slots.
+
+        groups: number of groups of layers.
+        """
+        self.slots, self.counts = slots, counts
+        self.pages_of: list[dict[bytes, int]] = [{} for _ in range(groups)]
+        self.to_store: dict[int, int] = {}
+        self.room = 0
+        self._free = deque(range(slots))
+        self._pages: dict[int, CachedPage] = {}
+        self._order: OrderedDict[int, None] = (
+            OrderedDict()
+        )  # replaceable, least recently used first
+        self._spared = set[int]()  # slots
+        self._of_tenants = Counter[str]()
+        self._holds = Counter[int]()  # copies under way from or to a slot
+
+    @property
+    def used(self) -> int:
+        """Number of slots with pages."""
+        return len(self._pages)
+
+    def store(self, cached: CachedPage, page: int) -> None:
+        """Plan to copy a page to a slot, unless there is a slot with the page already.
+
+        Do nothing if no slot is free and no page may be replaced now, or if no more pages can be
+        copied before the next step.
+
+        cached: the page's key, group, adapter and tenant.
+        page: index of the page where it is copied from.
+        """
+        slot = self.pages_of[cached.group].get(cached.key)
+        if slot is not None:
+            self.touch(slot)
+            return
+        if self.room <= 0 or (slot := self._place(cached)) is None:
+            return
+        self.room -= 1
+        self.counts.stored += 1
+        self.to_store[slot] = page
+
+    def take_to_store(self) -> tuple[PageCopy, ...]:
+        """Return the page copies that `store` has planned, and empty `to_store`."""
+        copies = tuple(PageCopy(slot, page) for slot, page in self.to_store.items())
+        self.to_store.clear()
+        return copies
+
+    def touch(self, slot: int) -> None:
+        """Make the page in a slot the most recently used one."""
+        if slot in self._order:
+            self._order.move_to_end(slot)
+        self._spared.discard(slot)
+
+    def hold(self, slots: Iterable[int]) -> dict[int, CachedPage]:
+        """Keep pages in their slots while they are copied, until `drop_holds`.
+
+        Returns the page in each of these slots.
+        """
+        held = {slot: self._pages[slot] for slot in slots}
+        self._holds.update(held.keys())
+        return held
+
+    def drop_holds(self, slots: Iterable[int]) -> None:
+        """End one hold on each of these slots."""
+        for slot in slots:
+            self._holds[slot] -= 1
+            if not self._holds[slot]:
+                del self._holds[slot]
+                if slot not in self._pages:
+                    self._free.append(slot)
+
+    def has(self, cached: CachedPage, slot: int) -> bool:
+        """Whether a page is still in this slot."""
+        return self.pages_of[cached.group].get(cached.key) == slot
+
+    def forget(self, slots: Iterable[int]) -> None:
+        """Drop the pages in these slots, so that no sequence finds them."""
+        for slot in slots:
+            cached = self._pages.pop(slot, None)
+            if cached is None:
+                continue
+            del self.pages_of[cached.group][cached.key]
+            self._order.pop(slot, None)
+            self._spared.discard(slot)
+            self.to_store.pop(slot, None)
+            self._of_tenants[cached.tenant] -= 1
+            if not self._of_tenants[cached.tenant]:
+                del self._of_tenants[cached.tenant]
+            if slot not in self._holds:
+                self._free.append(slot)
+            self._on_forget(slot, cached)
+
+    def forget_keys(self, keys: Iterable[bytes]) -> None:
+        """Drop the pages with these keys, in all groups of layers."""
+        for key in keys:
+            self.forget([pages[key] for pages in self.pages_of if key in pages])
+
+    def forget_adapter(self, digest: str) -> None:
+        """Drop all pages computed with an adapter, alone or in a composition."""
+        self.forget([slot for slot, page in self._pages.items() if digest in (page.adapter or "")])
+
+    def _place(self, cached: CachedPage) -> int | None:
+        """Give a slot to a page; return None if none is free, and no page may be replaced now."""
+        if not (self._free or self._evict()):
+            return None
+        slot = self._free.popleft()
+        self._pages[slot] = cached
+        if self._is_replaceable(cached):
+            self._order[slot] = None
+        self._of_tenants[cached.tenant] += 1
+        self.pages_of[cached.group][cached.key] = slot
+        return slot
+
+    def _evict(self) -> bool:
+        """Make a slot free, by dropping the page that was used least recently.
+
+        Passes over pages that are being copied, and once over pages of tenants below their share.
+        Returns False if the first _MOST_SPARED pages are such pages.
+        """
+        for slot in list(islice(self._order, _MOST_SPARED)):
+            share = self.slots / len(self._of_tenants)
+            below = self._of_tenants[self._pages[slot].tenant] < share
+            if slot in self._holds or (below and slot not in self._spared):
+                self._order.move_to_end(slot)
+                self._spared.add(slot)
+            else:
+                self.counts.evicted += 1
+                self.forget([slot])
+                return True
+        return False
+
+    def _is_replaceable(self, _cached: CachedPage) -> bool:
+        """Whether other pages may replace a page."""
+        return True
+
+    def _on_forget(self, slot: int, cached: CachedPage) -> None:
+        """React to the loss of the page in a slot."""
+
+
+class HostPages(PageSlots):
+    """Slots of host memory, and the file on the disk behind them.
 
     Plans copies; execution/page_copies.py makes them.
 
-    pages_of: for each group of layers, the slots of stored pages by key.
+    page_bytes: bytes of a page on one GPU.
+    disk: places of the file; None without one.
     kept: pages of each kept prompt by its name; () for a prompt for which there was no room.
-    to_store: slot → page on the GPU, of pages to copy before the next step writes to them.
     to_fetch: fetches to begin, after the pages of to_store are copied.
-    room: number of pages that can still be copied before the next step.
     """
 
     def __init__(
@@ -118,69 +297,32 @@ class HostPages:
         counts: HostPageCounts,
         fetch_s: Callable[[int], float],
         costs: StepCosts,
+        disk: PageSlots | None = None,
+        read_s: Callable[[int], float] = lambda _: 0.0,
     ) -> None:
         """Start with free slots.
 
         slots: number of pages that the host memory holds.
-        page_bytes: bytes of a page on one GPU.
         groups: number of groups of layers.
         counts: counts to increase.
         fetch_s: returns the seconds that a copy of so many bytes to the GPU takes.
         costs: predicts the time of steps that compute pages again.
+        read_s: returns the seconds that reading so many bytes from the file takes.
         """
-        self.slots, self.page_bytes, self.counts = slots, page_bytes, counts
-        self.pages_of: list[dict[bytes, int]] = [{} for _ in range(groups)]
+        super().__init__(slots, groups, counts)
+        self.page_bytes, self.disk = page_bytes, disk
         self.kept: dict[str, tuple[CachedPage, ...]] = {}
-        self.to_store: dict[int, int] = {}
         self.to_fetch: list[Fetch] = []
-        self.room = 0
-        self._fetch_s, self._costs = fetch_s, costs
-        self._free = deque(range(slots))
-        self._pages: dict[int, CachedPage] = {}
-        self._order: OrderedDict[int, None] = (
-            OrderedDict()
-        )  # replaceable, least recently used first
+        self._fetch_s, self._costs, self._read_s = fetch_s, costs, read_s
         self._keepers = Counter[tuple[int, bytes]]()  # kept prompts with a page, by group and key
         self._to_keep: list[CachedPage] = []  # perhaps not on the host yet
-        self._spared = set[int]()  # slots
-        self._of_tenants = Counter[str]()
-        self._holds = Counter[int]()  # fetches that read a slot
-        self._fetching = 0  # pages
-
-    @property
-    def used(self) -> int:
-        """Number of slots with pages."""
-        return len(self._pages)
+        self._written = set[int]()  # slots whose pages were written to the disk, or came from it
+        self._fetching = self._reading = 0  # pages
 
     @property
     def used_by_prompts(self) -> int:
         """Number of these slots that kept prompts hold."""
         return len(self._pages) - len(self._order)
-
-    def store(self, cached: CachedPage, page: int) -> None:
-        """Plan to copy to the host a page that leaves the GPU, unless the host has it already.
-
-        Do nothing if no slot is free and no page on the host may be replaced now, or if no more
-        pages can be copied before the next step.
-
-        cached: the page's key, group, adapter and tenant.
-        page: index of the page on the GPU.
-        """
-        slot = self.pages_of[cached.group].get(cached.key)
-        if slot is not None:
-            self.touch(slot)
-            return
-        if self.room <= 0 or not (self._free or self._evict()):
-            return
-        slot = self._free.popleft()
-        self.room -= 1
-        self.counts.stored += 1
-        self._pages[slot] = cached
-        if (cached.group, cached.key) not in self._keepers:
-            self._order[slot] = None
-        self._of_tenants[cached.tenant] += 1
-        self.pages_of[cached.group][cached.key] = slot
-        self.to_store[slot] = page
 
     def keep(self, name: str, pages: Sequence[CachedPage]) -> None:
         """Keep the pages of a prompt until `keep_only` drops the prompt.
@@ -217,84 +359,128 @@ class HostPages:
         taken, self._to_keep = self._to_keep[: self.room], self._to_keep[self.room :]
         return [each for each in taken if (each.group, each.key) in self._keepers]
 
-    def touch(self, slot: int) -> None:
-        """Make the page in a slot the most recently used one."""
-        if slot in self._order:
-            self._order.move_to_end(slot)
-        self._spared.discard(slot)
-
-    def take_to_store(self) -> tuple[PageCopy, ...]:
-        """Return the page copies that `store` has planned, and empty `to_store`."""
-        copies = tuple(PageCopy(slot, page) for slot, page in self.to_store.items())
-        self.to_store.clear()
-        return copies
-
-    def pays(self, pages: int, tokens: int, depth: int, more_bytes: int = 0) -> bool:
+    def pays(
+        self, pages: int, tokens: int, depth: int, more_bytes: int = 0, reads: int = 0
+    ) -> bool:
         """Whether fetching pages is expected to take less time than computing them again.
 
         pages: number of pages to fetch.
         tokens: number of tokens that need not be computed then.
         depth: number of tokens before these.
         more_bytes: bytes to fetch beside the pages.
+        reads: number of these pages to read from the disk before.
         """
         fetch_s = self._fetch_s((self._fetching + pages) * self.page_bytes + more_bytes)
+        if reads:
+            fetch_s += self._read_s((self._reading + reads) * self.page_bytes)
         return fetch_s < self._costs.prompts_s(tokens, seen_tokens(tokens, depth))
 
-    def hold(self, slots: Iterable[int]) -> dict[int, CachedPage]:
-        """Keep pages in their slots while they are copied to the GPU, until `drop_holds`.
+    def begin_fetch(self, wanted: Iterable[tuple[int, bytes]]) -> Arrival | None:
+        """Keep pages in their slots until `end_fetch`; give slots to pages that only the disk has.
 
-        Returns the page in each of these slots.
+        Returns None, and changes nothing else, if too few slots can be had.
+
+        wanted: group of layers and key of each page; the host or the disk has each.
         """
-        held = {slot: self._pages[slot] for slot in slots}
-        for slot in held:
-            self._holds[slot] += 1
-            self.touch(slot)
-        self._fetching += len(held)
-        return held
+        there = list[tuple[int, bytes]]()
+        slots = list[int]()
+        for group, key in wanted:
+            slot = self.pages_of[group].get(key)
+            if slot is None:
+                there.append((group, key))
+            else:
+                slots.append(slot)
+                self.touch(slot)
+        pages, reads = self.hold(slots), list[DiskCopy]()
+        for group, key in there:
+            assert self.disk is not None, "a page that neither host nor disk has"
+            place = self.disk.pages_of[group][key]
+            (cached,) = self.disk.hold([place]).values()
+            slot = self._place(cached)
+            if slot is None:
+                self.disk.drop_holds([place])
+                self._cancel(Arrival(pages, tuple(reads)))
+                return None
+            self.disk.touch(place)
+            self._written.add(slot)
+            reads.append(DiskCopy(place, slot, key))
+            pages |= self.hold([slot])
+        self._fetching += len(pages)
+        self._reading += len(reads)
+        return Arrival(pages, tuple(reads))
 
-    def drop_holds(self, slots: Iterable[int]) -> None:
-        """End one hold on each of these slots."""
-        for slot in slots:
-            self._fetching -= 1
-            self._holds[slot] -= 1
-            if not self._holds[slot]:
-                del self._holds[slot]
-                if slot not in self._pages:
-                    self._free.append(slot)
+    def cancel_fetch(self, arrival: Arrival) -> None:
+        """End a fetch that copies nothing."""
+        self._fetching -= len(arrival.pages)
+        self._reading -= len(arrival.reads)
+        self._cancel(arrival)
 
-    def has(self, cached: CachedPage, slot: int) -> bool:
-        """Whether a page is still in this slot."""
-        return self.pages_of[cached.group].get(cached.key) == slot
+    def end_fetch(self, arrival: Arrival, *, damaged: bool) -> None:
+        """Count the pages of a fetch that is over, and let them be replaced; drop damaged ones."""
+        self._fetching -= len(arrival.pages)
+        self._reading -= len(arrival.reads)
+        if damaged:
+            self.counts.damaged += len(arrival.pages)
+            self.forget(arrival.pages)
+            if self.disk is not None:
+                at = [
+                    self.disk.pages_of[each.group].get(each.key) for each in arrival.pages.values()
+                ]
+                self.disk.forget(place for place in at if place is not None)
+        else:
+            self.counts.fetched += len(arrival.pages)
+        self.drop_holds(arrival.pages)
+        if self.disk is not None:
+            self.disk.counts.fetched += 0 if damaged else len(arrival.reads)
+            self.disk.drop_holds(each.place for each in arrival.reads)
 
-    def forget(self, slots: Iterable[int]) -> None:
-        """Drop the pages in these slots, so that no sequence finds them, and the kept prompts that
-        have such a page.
+    def begin_writes(self) -> tuple[DiskCopy, ...]:
+        """Choose pages to write to the disk, and keep them and their places until `end_writes`.
+
+        They are the least recently used ones; none while an eighth of the slots is free. A page is
+        written once while it is in host memory, even if the disk loses it again, as a disk smaller
+        than host memory would.
         """
-        for slot in slots:
-            cached = self._pages.pop(slot, None)
-            if cached is None:
-                continue
-            del self.pages_of[cached.group][cached.key]
-            self._order.pop(slot, None)
-            self._spared.discard(slot)
-            self.to_store.pop(slot, None)
-            self._of_tenants[cached.tenant] -= 1
-            if not self._of_tenants[cached.tenant]:
-                del self._of_tenants[cached.tenant]
-            if slot not in self._holds:
-                self._free.append(slot)
-            if (cached.group, cached.key) in self._keepers:
-                for name in [name for name, pages in self.kept.items() if cached in pages]:
-                    self._drop(name)
+        disk = self.disk
+        if disk is None or disk.room <= 0 or len(self._free) > self.slots // 8:
+            return ()
+        for slot in islice(self._order, _MOST_LOOKED_AT):
+            if disk.room <= 0:
+                break
+            if slot not in self._written:
+                self._written.add(slot)
+                disk.store(self._pages[slot], slot)
+        copies = disk.take_to_store()
+        self.hold(copy.page for copy in copies)
+        places = disk.hold(copy.slot for copy in copies)
+        return tuple(DiskCopy(place, slot, places[place].key) for place, slot in copies)
+
+    def end_writes(self, copies: Sequence[DiskCopy], *, failed: bool) -> None:
+        """Let pages be replaced that have been written to the disk; forget places that were not."""
+        assert self.disk is not None, "pages written without a disk"
+        if failed:
+            self.disk.forget(copy.place for copy in copies)
+        self.disk.drop_holds(copy.place for copy in copies)
+        self.drop_holds(copy.slot for copy in copies)
 
     def forget_keys(self, keys: Iterable[bytes]) -> None:
-        """Drop the pages with these keys, in all groups of layers."""
-        for key in keys:
-            self.forget([pages[key] for pages in self.pages_of if key in pages])
+        """Drop the pages with these keys, in all groups of layers, on the disk, too."""
+        keys = list(keys)
+        super().forget_keys(keys)
+        if self.disk is not None:
+            self.disk.forget_keys(keys)
 
     def forget_adapter(self, digest: str) -> None:
-        """Drop all pages computed with an adapter, alone or in a composition."""
-        self.forget([slot for slot, page in self._pages.items() if digest in (page.adapter or "")])
+        """Drop all pages computed with an adapter, on the disk, too."""
+        super().forget_adapter(digest)
+        if self.disk is not None:
+            self.disk.forget_adapter(digest)
+
+    def _cancel(self, arrival: Arrival) -> None:
+        self.forget(each.slot for each in arrival.reads)
+        self.drop_holds(arrival.pages)
+        if self.disk is not None:
+            self.disk.drop_holds(each.place for each in arrival.reads)
 
     def _make_room(self, tenant: str, count: int) -> bool:
         """Whether a tenant may keep `count` more pages, after prompts of the tenants with the most
@@ -327,20 +513,12 @@ class HostPages:
                 if slot is not None:
                     self._order[slot] = None
 
-    def _evict(self) -> bool:
-        """Make a slot free, by dropping the page that was used least recently.
+    def _is_replaceable(self, cached: CachedPage) -> bool:
+        return (cached.group, cached.key) not in self._keepers
 
-        Passes over pages that a fetch reads, and once over pages of tenants below their share.
-        Returns False if the first _MOST_SPARED pages are such pages.
-        """
-        for slot in list(islice(self._order, _MOST_SPARED)):
-            share = self.slots / len(self._of_tenants)
-            below = self._of_tenants[self._pages[slot].tenant] < share
-            if slot in self._holds or (below and slot not in self._spared):
-                self._order.move_to_end(slot)
-                self._spared.add(slot)
-            else:
-                self.counts.evicted += 1
-                self.forget([slot])
-                return True
-        return False
+    def _on_forget(self, slot: int, cached: CachedPage) -> None:
+        """Drop the kept prompts that have lost a page."""
+        self._written.discard(slot)
+        if not self._is_replaceable(cached):
+            for name in [name for name, pages in self.kept.items() if cached in pages]:
+                self._drop(name)

@@ -18,8 +18,8 @@ next turn of a chat begins near the answer's end. With a copy that costs as much
 an answer of A tokens and probability p of a next turn, an interval of √(2 A / p) tokens costs
 least: 64 for A = 600 and p = 0.3.
 
-Pages that leave the cache may be stored in host memory (host_pages.py). A waiting sequence whose
-prefix continues there fetches the pages before it begins.
+Pages that leave the cache may be stored in host memory, and then on the disk (host_pages.py). A
+waiting sequence whose prefix continues there fetches the pages before it begins.
 """
 
 import hashlib
@@ -32,6 +32,7 @@ from itertools import chain, zip_longest
 from typing import NamedTuple
 
 from lorikeet_engine.kernels.delta_net import CHUNK
+from lorikeet_engine.scheduling.border_policy import Evicted
 from lorikeet_engine.scheduling.host_pages import (
     CachedPage,
     Fetch,
@@ -302,6 +303,8 @@ class KVCache(PagePool):
     host: host memory for pages that leave the cache; None if there is none.
     host_states: host memory for states that leave the cache; None if there is none, or if the model
         has no delta nets.
+    evicted: keys of the pages that left the cache last; None where the number of pages is fixed.
+    missed_tokens: tokens computed again whose pages are in `evicted`.
     """
 
     state_piece = CHUNK
@@ -327,6 +330,8 @@ class KVCache(PagePool):
         if states is not None and host_states is not None:
             states.on_evict = self._store_state
         self._arriving: dict[tuple[int, bytes], Fetch] = {}  # by group of layers and key
+        self.evicted: Evicted | None = None
+        self.missed_tokens = 0
 
     def pages_for(self, tokens: int) -> int:
         """Return the number of pages, in one group of layers, that hold `tokens` tokens."""
@@ -383,6 +388,8 @@ class KVCache(PagePool):
         if self.pages_lacking(wanted, spare) > 0:
             self._release_all(shared)
             return False
+        if self.evicted is not None:
+            self.missed_tokens += self.page_size * self.evicted.run(keys[hit:])
         kv.pages = [array("i", pages) for pages in shared]
         kv.first = first
         self._extend(kv, total - hit, end - hit)
@@ -423,9 +430,10 @@ class KVCache(PagePool):
         return end > found
 
     def awaits_fetch(self, kv: SequencePages, spare: int) -> bool:
-        """Whether a sequence without pages waits for pages of its prefix from host memory.
+        """Whether a sequence without pages waits for pages of its prefix from host memory or disk.
 
-        Begins to fetch pages if that pays, once for each time that the sequence waits.
+        Begins to fetch pages if that pays, once for each time that the sequence waits: with those
+        that only the disk has, else without them.
 
         spare: number of other sequences; one free page per group is left for each of them.
         """
@@ -433,10 +441,21 @@ class KVCache(PagePool):
             return False
         if kv.fetch is not None and not kv.fetch.over:
             return True
+        if self.host.disk is not None and self._awaits_fetch(kv, spare, with_disk=True):
+            return True
+        return self._awaits_fetch(kv, spare, with_disk=False)
+
+    def _awaits_fetch(self, kv: SequencePages, spare: int, *, with_disk: bool) -> bool:
+        """Whether a sequence waits for pages of its prefix, if that pays.
+
+        with_disk: whether to count pages that only the disk has.
+        """
+        assert self.host is not None, "a fetch without a host"
         keys = kv.shareable_keys()
-        hit, end = self._hit_with_host(keys)
+        hit, end = self._hit_with_host(keys, with_disk=with_disk)
         if self.states is not None:
-            hit, end = self.states.longest(keys[:hit]), self._longest_with_host(keys[:end])
+            hit = self.states.longest(keys[:hit])
+            end = self._longest_with_host(keys[:end], with_disk=with_disk)
         if end <= hit:
             return False
         begins = self._needed_from(end)
@@ -452,7 +471,10 @@ class KVCache(PagePool):
         if fetch is None and not kv.has_fetched:
             size = self.page_size
             more = 0 if state is None or self.host_states is None else self.host_states.page_bytes
-            if self.host.pays(len(lacking), (end - hit) * size, hit * size, more):
+            reads = 0
+            if with_disk:
+                reads = sum(key not in self.host.pages_of[group] for group, key in lacking)
+            if self.host.pays(len(lacking), (end - hit) * size, hit * size, more, reads):
                 kept = [
                     [pages[key] for key in keys[begin:end] if key in pages]
                     for pages, begin in zip(self._pages_of, begins, strict=True)
@@ -468,18 +490,15 @@ class KVCache(PagePool):
     def end_fetch(self, fetch: Fetch, damaged: bool) -> None:
         """Let sequences share the pages that a fetch has brought; drop them if they are damaged."""
         assert self.host is not None, "a fetch without a host"
-        for cached, (slot, page) in zip(fetch.arriving.values(), fetch.copies, strict=True):
+        for (slot, cached), (_, page) in zip(
+            fetch.arrival.pages.items(), fetch.copies, strict=True
+        ):
             del self._arriving[cached.group, cached.key]
             if not damaged and self.host.has(cached, slot):
                 self.publish(page, cached.key, cached.adapter, cached.group, cached.tenant)
         if fetch.state is not None:
             self._end_state_fetch(fetch.state, damaged)
-        if damaged:
-            self.host.counts.damaged += len(fetch.copies)
-            self.host.forget(fetch.arriving)
-        else:
-            self.host.counts.fetched += len(fetch.copies)
-        self.host.drop_holds(fetch.arriving)
+        self.host.end_fetch(fetch.arrival, damaged=damaged)
         self._release_all(fetch.kept)
         fetch.over = True
 
@@ -665,6 +684,8 @@ class KVCache(PagePool):
         if self.host is not None:
             of = self._groups[page], key, self._adapters[page], self._tenants[page]
             self.host.store(CachedPage(*of), page)
+        if self.evicted is not None and not self._groups[page]:
+            self.evicted.add(key, 1)
         super()._evict(page, key)
 
     def _store_state(self, slot: int, key: bytes, adapter: str | None, tenant: str) -> None:
@@ -675,14 +696,18 @@ class KVCache(PagePool):
         """Whether the GPU has the state behind a page; True in a model without states."""
         return self.states is None or self.states.slot_of(key) is not None
 
-    def _longest_with_host(self, keys: list[bytes]) -> int:
+    def _longest_with_host(self, keys: list[bytes], *, with_disk: bool) -> int:
         """Return the number of leading keys up to and including the last one whose state the GPU or
         the host has; 0 if none has.
+
+        with_disk: whether the disk counts, too.
         """
-        on_host: Container[bytes] = ()
+        stored = list[Container[bytes]]()
         if self.host_states is not None:
-            on_host = self.host_states.pages_of[0]
-        found = (at for at in range(len(keys), 0, -1) if keys[at - 1] in on_host)
+            stored.append(self.host_states.pages_of[0])
+            if with_disk and self.host_states.disk is not None:
+                stored.append(self.host_states.disk.pages_of[0])
+        found = (at for at in range(len(keys), 0, -1) if any(keys[at - 1] in s for s in stored))
         assert self.states is not None
         return max(self.states.longest(keys), next(found, 0))
 
@@ -690,19 +715,13 @@ class KVCache(PagePool):
         """Let sequences find a state that a fetch has brought; drop it if it is damaged."""
         assert self.states is not None
         assert self.host_states is not None
-        cached, (slot, own) = fetch
+        ((slot, cached),) = fetch.arrival.pages.items()
         del self._arriving[_STATE, cached.key]
-        if damaged:
-            self.host_states.counts.damaged += 1
-        else:
-            self.host_states.counts.fetched += 1
         if damaged or not self.host_states.has(cached, slot):
-            self.states.release(own)
+            self.states.release(fetch.copy.page)
         else:
-            self.states.publish(own, cached.key, cached.adapter, cached.tenant)
-        if damaged:
-            self.host_states.forget([slot])
-        self.host_states.drop_holds([slot])
+            self.states.publish(fetch.copy.page, cached.key, cached.adapter, cached.tenant)
+        self.host_states.end_fetch(fetch.arrival, damaged=damaged)
 
     def _begin_fetch(
         self,
@@ -711,7 +730,8 @@ class KVCache(PagePool):
         spare: int,
         state: bytes | None,
     ) -> Fetch | None:
-        """Give pages to a fetch; return None if too few are free, or no slot for the state.
+        """Give pages to a fetch; return None if too few are free, on the GPU or the host, or no
+        slot for the state.
 
         lacking: group of layers and key of each page to fetch.
         kept: for each group of layers, pages of the prefix that are cached on the GPU; the fetch
@@ -722,39 +742,45 @@ class KVCache(PagePool):
         assert self.host is not None, "a fetch without a host"
         for pages in kept:
             self.share(pages)
-        if self.pages_lacking(len(lacking), spare) > 0:
+        arrival = None
+        if self.pages_lacking(len(lacking), spare) <= 0:
+            # Held before pages are taken: pages that these evict are stored in other slots.
+            arrival = self.host.begin_fetch(lacking)
+        if arrival is None:
             self._release_all(kept)
             return None
         arriving_state = None
         if state is not None:
             arriving_state = self._begin_state_fetch(state)
             if arriving_state is None:
+                self.host.cancel_fetch(arrival)
                 self._release_all(kept)
                 return None
-        # Held before pages are taken: pages that these evict are stored in other slots.
-        arriving = self.host.hold(self.host.pages_of[group][key] for group, key in lacking)
         taken = self.take(len(lacking))
-        copies = tuple(map(PageCopy, arriving, taken))
-        fetch = Fetch(arriving, copies, kept, arriving_state)
+        copies = tuple(map(PageCopy, arrival.pages, taken))
+        fetch = Fetch(arrival, copies, kept, arriving_state)
         if state is not None:
             self._arriving[_STATE, state] = fetch
-        for cached, page in zip(arriving.values(), taken, strict=True):
+        for cached, page in zip(arrival.pages.values(), taken, strict=True):
             self._arriving[cached.group, cached.key] = fetch
             kept[cached.group].append(page)
         self.host.to_fetch.append(fetch)
         return fetch
 
     def _begin_state_fetch(self, key: bytes) -> StateFetch | None:
-        """Give a slot to a state that is to be fetched; return None if none is free."""
+        """Give slots to a state that is to be fetched; return None if none is free."""
         assert self.states is not None
         assert self.host_states is not None, "no states on the host"
-        slot = self.host_states.pages_of[0][key]
-        held = self.host_states.hold([slot])  # before a slot is taken, which may store its state
-        own = self.states.take_to_save()
-        if own is None:
-            self.host_states.drop_holds([slot])
+        # Held before a slot is taken, which may store its state.
+        arrival = self.host_states.begin_fetch([(0, key)])
+        own = None if arrival is None else self.states.take_to_save()
+        if arrival is None:
             return None
-        return StateFetch(held[slot], PageCopy(slot, own))
+        if own is None:
+            self.host_states.cancel_fetch(arrival)
+            return None
+        (slot,) = arrival.pages
+        return StateFetch(arrival, PageCopy(slot, own))
 
     def _take_to_save(self, kv: SequencePages, tokens: int) -> int | None:
         """Give a slot for the state behind a sequence's first `tokens` tokens, if one is free."""
@@ -817,16 +843,21 @@ class KVCache(PagePool):
         first = self._needs.first(pages * self.page_size) if self._windowed else 0
         return [0] * self._whole + [first] * self._windowed
 
-    def _hit_with_host(self, keys: list[bytes]) -> tuple[int, int]:
+    def _hit_with_host(self, keys: list[bytes], *, with_disk: bool) -> tuple[int, int]:
         """Return the number of pages of the longest prefix that is cached on the GPU, and of the
         longest that is cached on the GPU and the host together.
+
+        with_disk: whether the disk counts, too.
         """
         assert self.host is not None, "no pages on the host"
         cached = len(self.find(keys)) if self._whole else 0
         hit = self._hit(keys, cached)
         if hit == len(keys):
             return hit, hit
-        both = [ChainMap(*pair) for pair in zip(self._pages_of, self.host.pages_of, strict=True)]
+        tiers = [self._pages_of, self.host.pages_of]
+        if with_disk and self.host.disk is not None:
+            tiers.append(self.host.disk.pages_of)
+        both = [ChainMap(*pages) for pages in zip(*tiers, strict=True)]
         whole = both[: self._whole]
         end = next((i for i in range(hit, len(keys)) if any(keys[i] not in p for p in whole)), -1)
         return hit, self._hit(keys, len(keys) if end < 0 else end, both)

@@ -43,6 +43,10 @@ _FIXED_PARTS = 7
 _SLIVER = 16
 # Sequences in the background may lengthen a step of others by this share.
 _BACKGROUND = 0.03
+# Steps of background sequences alone may take this many seconds, or this many times as long as a
+# step of one token: a request that arrives waits for the step that runs.
+_BACKGROUND_ALONE_S = 0.05
+_BACKGROUND_ALONE_PARTS = 8
 # Most log probabilities of prompt tokens in a step. A replica takes 5 to 18 ms to write this many,
 # and other streams wait meanwhile.
 _SCORES = 2048
@@ -126,7 +130,15 @@ class StepBudget:
         rows: number of tokens that the foreground's decodes compute; 0 in a step of prompts alone.
         """
         rows = max(1, rows)
-        most_s = (1 + _BACKGROUND) * self._costs.rows_s(rows)
+        return self._tokens_within((1 + _BACKGROUND) * self._costs.rows_s(rows), rows)
+
+    def background_tokens_alone(self) -> int:
+        """Return how many tokens a step of background sequences alone may compute, at least 1."""
+        most_s = max(_BACKGROUND_ALONE_S, _BACKGROUND_ALONE_PARTS * self._costs.rows_s(1))
+        return max(1, self._tokens_within(most_s, 0))
+
+    def _tokens_within(self, most_s: float, rows: int) -> int:
+        """Return how many tokens beside `rows` others a step computes within `most_s` seconds."""
         more = range(1, self._costs.step_tokens + 1)
         return bisect_right(more, most_s, key=lambda tokens: self._costs.rows_s(rows + tokens))
 

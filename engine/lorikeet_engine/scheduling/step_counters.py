@@ -42,6 +42,7 @@ class StepCounters:
         adapter when the request came; None without an adapter.
     states: counts of cached states of delta nets.
     host_pages: counts of KV pages in host memory.
+    disk_pages: counts of KV pages and states in files on the disk.
     drafts: numbers of verified and of accepted drafted tokens, by the text in which they were
         found (the sequence itself or recent answers).
     """
@@ -51,6 +52,7 @@ class StepCounters:
         self.seconds, self.sequences, self.adapters = map(Histogram, (STEP_S, SIZES, SIZES))
         self.inter_token_s = {tier: Histogram(STEP_S) for tier in (None, *Residency)}
         self.states, self.host_pages = StateCounts(), HostPageCounts()
+        self.disk_pages = HostPageCounts()
         self.preemptions = self.prompt_tokens = self.cached_tokens = self.output_tokens = 0
         self.host_tokens = 0
         self.drafts = {source: DraftCounts(source, 0, 0) for source in DraftSource}

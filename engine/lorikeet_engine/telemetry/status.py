@@ -106,6 +106,9 @@ class HostPageUsage(NamedTuple):
     of_prompts: number of the pages in host memory that are kept for pinned prompts.
     states, state_slots: number of states of delta nets in host memory, and of those for which it
         has room.
+    on_disk, disk_pages: number of pages in the file on the disk, and of those for which it has
+        room.
+    written, read: number of pages and states written to the file, and read from it.
     """
 
     used: int
@@ -119,6 +122,10 @@ class HostPageUsage(NamedTuple):
     of_prompts: int = 0
     states: int = 0
     state_slots: int = 0
+    on_disk: int = 0
+    disk_pages: int = 0
+    written: int = 0
+    read: int = 0
 
 
 class EvictionCandidate(NamedTuple):
@@ -174,6 +181,27 @@ class LiveStats:
         return self.waiting + self.prefilling
 
 
+class BorderUsage(NamedTuple):
+    """Memory that adapters and KV pages share, in units, and moves since the start.
+
+    unit_bytes: bytes of a unit on each GPU.
+    arena_units, kv_units: units of each side now, with those that are about to arrive.
+    lent_units: units that the adapters have borrowed.
+    lendable_units: units of KV pages that the adapters may borrow at most.
+    moving: units that are moving or wait for sequences to end.
+    to_adapters, to_pages: units that have moved since the start.
+    """
+
+    unit_bytes: int
+    arena_units: int
+    kv_units: int
+    lent_units: int
+    lendable_units: int
+    moving: int
+    to_adapters: int
+    to_pages: int
+
+
 @dataclass(frozen=True, slots=True)
 class EngineStatus(DraftSums):
     """State of an engine, contents of each tier, and counts since the start.
@@ -201,6 +229,7 @@ class EngineStatus(DraftSums):
     moved: by digest, the new tier of each adapter whose tier has changed since the previous report.
         GPU means that requests can use the adapter now.
     host_pages: KV pages in host memory; None without memory for them.
+    border: memory that adapters and KV pages share; None with a fixed border.
     """
 
     live: LiveStats = field(default_factory=LiveStats)
@@ -222,6 +251,7 @@ class EngineStatus(DraftSums):
     states: StateUsage | None = None
     moved: Mapping[str, Residency] = field(default_factory=dict)
     host_pages: HostPageUsage | None = None
+    border: BorderUsage | None = None
 
 
 class AdapterStatus(NamedTuple):

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import httpx
 import typer
@@ -21,6 +21,16 @@ Json = dict[str, Any]
 
 class ServerUnavailable(LorikeetError):
     """The server gave no complete answer. An idempotent call may be repeated."""
+
+
+class _Answer(Json):
+    """JSON object of an answer. Raises LorikeetError for a member that the answer lacks."""
+
+    def __missing__(self, member: str) -> NoReturn:
+        raise LorikeetError(
+            f"the service's answer has no {member!r}: the service is older than this command. "
+            "Upgrade it, or see what it answers with --json"
+        )
 
 
 class AdminClient:
@@ -120,8 +130,8 @@ class AdminClient:
 
     def _parse(self, answer: httpx.Response) -> Json:
         try:
-            body = answer.json() if answer.content else {}
-            problem = body["error"] if answer.is_error else None
+            body = answer.json(object_hook=_Answer) if answer.content else _Answer()
+            problem = dict(body)["error"] if answer.is_error else None
         except (ValueError, KeyError, TypeError) as error:
             away = answer.status_code in _AWAY
             raise (ServerUnavailable if away else LorikeetError)(
@@ -130,7 +140,7 @@ class AdminClient:
             ) from error
         if problem is not None:
             raise self._failure(problem)
-        return dict(body)
+        return _Answer(body)
 
     def _failure(self, problem: Mapping[str, Any]) -> LorikeetError:
         code, message = problem.get("code"), str(problem.get("message"))

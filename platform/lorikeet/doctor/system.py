@@ -10,27 +10,31 @@ from pathlib import Path
 from lorikeet.addresses import port_is_free
 from lorikeet.doctor.finding import Finding, ok, problem, warning
 from lorikeet.doctor.planned_start import PlannedStart
-from lorikeet.gateway.audit import STDOUT
+from lorikeet.gateway.audit import STDOUT, is_collector
 from lorikeet.sizes import show_size
 
 
 def check_disk(planned: PlannedStart) -> Iterator[Finding]:
     """Check that the disk cache's folder is writable and that its disk has enough space.
 
-    Free bytes and those that the folder takes already must reach LORIKEET_ADAPTER_DISK.
+    Free bytes and those that the folder takes already must reach LORIKEET_ADAPTER_DISK and each
+    engine's LORIKEET_KV_DISK.
     """
     faults = list(check_cache_folder(planned))
     if faults:
         yield from faults
         return
-    folder, wanted = planned.settings.cache_dir, planned.settings.adapter_disk
+    folder, pages = planned.settings.cache_dir, planned.engines * (planned.settings.kv_disk or 0)
+    wanted = planned.settings.adapter_disk + pages
     there = _existing(folder)
     free, used = shutil.disk_usage(there).free, _used(folder)
     found = f"{folder}: {show_size(wanted)} wanted, "
+    found += f"{show_size(pages)} of them for KV pages, " if pages else ""
     found += f"{show_size(used)} used and {show_size(free)} free"
     if free + used < wanted:
-        most = (free + used) * 9 // 10 >> 20
-        fix = f"LORIKEET_ADAPTER_DISK={most}MiB, or " if most else ""
+        most = (free + used - pages) * 9 // 10 >> 20
+        fix = f"LORIKEET_ADAPTER_DISK={most}MiB, or " if most > 0 else ""
+        fix += "a smaller LORIKEET_KV_DISK, or " if pages else ""
         fix += "LORIKEET_CACHE_DIR on a larger disk"
         yield problem("disk cache", found, fix)
     else:
@@ -67,7 +71,7 @@ def check_load_from(planned: PlannedStart) -> Iterator[Finding]:
 def check_audit_log(planned: PlannedStart) -> Iterator[Finding]:
     """Check that the file of the audit stream, if there is one, can be written."""
     name = planned.settings.audit_log
-    if name is None or name == STDOUT:
+    if name is None or name == STDOUT or is_collector(name):
         return
     file = Path(name).absolute()
     is_fit = not file.is_dir() if file.exists() else file.parent.is_dir()

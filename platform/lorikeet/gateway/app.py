@@ -19,6 +19,7 @@ from lorikeet.gateway.admin.routes import admin_routes
 from lorikeet.gateway.audit import AuditMiddleware, AuditStream
 from lorikeet.gateway.auth import RequestAuthenticator
 from lorikeet.gateway.batches.runner import BatchRunner
+from lorikeet.gateway.body import LargeBodies
 from lorikeet.gateway.catalog_view import GatewayCatalogView
 from lorikeet.gateway.error_responses import (
     add_error_handlers,
@@ -28,7 +29,6 @@ from lorikeet.gateway.error_responses import (
     websocket_refusal,
 )
 from lorikeet.gateway.generate import GenerateEndpoint, generate_routes
-from lorikeet.gateway.large_bodies import LargeBodies
 from lorikeet.gateway.limit_sync import LimitSync
 from lorikeet.gateway.pushing.push_pipeline import PushPipeline
 from lorikeet.gateway.pushing.routes import PushEndpoints, push_routes
@@ -98,7 +98,8 @@ def create_app(services: Services) -> FastAPI:
     bodies = LargeBodies()
     lines = _bare_application()
     lines.router.routes += generate_routes(*checks, stored, read_limiter, of_batches=True)
-    runner, files = _batch_runner(services, lines, catalog_view), StoredFiles(services.files)
+    runner = _batch_runner(services, lines, catalog_view, rate_limiter)
+    files = StoredFiles(services.files)
     app = _application(services, catalog_view, limit_sync, pipeline, runner, futures)
     app.router.routes += generate_routes(*checks, stored, read_limiter)
     pushes = PushEndpoints(*checks, catalog_view, of_pushes, pipeline, read_limiter)
@@ -179,11 +180,15 @@ def _bare_application(
 
 
 def _batch_runner(
-    services: Services, lines: FastAPI, catalog_view: GatewayCatalogView
+    services: Services,
+    lines: FastAPI,
+    catalog_view: GatewayCatalogView,
+    rate_limiter: RateLimiter,
 ) -> BatchRunner | None:
     """Return the loop that runs batches; None if batches are off.
 
     lines: application that answers lines, the requests of batches.
+    rate_limiter: counts the other requests of this gateway.
     """
     if services.files is None or services.batches is None:
         return None
@@ -193,7 +198,14 @@ def _batch_runner(
         own = await catalog_view.ask(lambda state: state.tenant(tenant).batch_lines)
         return None if own is None else max(1, own // services.gateways)
 
-    return BatchRunner(services.batches, services.files, lines, at_once, lines_of)
+    return BatchRunner(
+        services.batches,
+        services.files,
+        lines,
+        at_once,
+        lines_of,
+        lambda: rate_limiter.running > 0,
+    )
 
 
 def _rate_limiter(services: Services, shares: LimitShares) -> RateLimiter:
@@ -242,7 +254,7 @@ async def _running(
         if services.traces is not None:
             await services.traces.close()
         if services.audit is not None:
-            services.audit.close()
+            await asyncio.to_thread(services.audit.close)
 
 
 class RequestMiddleware:

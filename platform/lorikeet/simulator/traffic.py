@@ -8,6 +8,7 @@ from lorikeet.routing.ranking import H200_LLAMA_8B, CostCoefficients
 from lorikeet.simulator.workload_models import Floats, Ints
 
 BYTES_PER_RANK = 5_242_880  # Llama-3.1-8B, all 7 linears, bf16
+KV_TOKEN_BYTES = 131_072  # Llama-3.1-8B, bf16
 BASE_MODEL = -1  # in Requests.adapters: no adapter
 
 
@@ -38,6 +39,10 @@ class FleetSetup:
     sizes: bytes of each adapter, [adapters].
     gpu_bytes, host_bytes, disk_bytes: memory of each replica for adapters.
     kv_tokens: tokens of prompts and answers that the KV cache of each replica holds at once.
+    system_tokens: tokens of each adapter's system prompt, with which its prompts begin, [adapters];
+        None: prompts share nothing.
+    kv_host_tokens: tokens of system prompts that the host memory of each replica holds.
+    kv_token_bytes: bytes of a token's keys and values on one GPU.
     pins: adapter → number of replicas that keep it on the GPU.
     gateways: number of routers, which take turns.
     status_age_s: largest age of a gateway's view of replicas.
@@ -51,6 +56,9 @@ class FleetSetup:
     host_bytes: int
     disk_bytes: int
     kv_tokens: float = math.inf
+    system_tokens: Ints | None = None
+    kv_host_tokens: int = 0
+    kv_token_bytes: int = KV_TOKEN_BYTES
     pins: Mapping[int, int] = field(default_factory=dict)
     gateways: int = 4
     status_age_s: float = 0.15

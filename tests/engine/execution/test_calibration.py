@@ -36,6 +36,7 @@ TRUE = StepCosts(
     lora_s=0.3e-3,
     rank_s=1.3e-6,
     lora_token_s=1.2e-6,
+    head_s=0.2e-3,
     step_tokens=2048,
     max_running=64,
 )
@@ -55,7 +56,11 @@ class ExactRunner:
         windows = (costs.window,) * windowed + (None,) * (12 - windowed)
         groups = SimpleNamespace(windows=(None,))  # of the runner's pages, which do not matter here
         config = SimpleNamespace(
-            max_context=max_context, vocab_size=1000, kv_groups=groups, windows=windows
+            max_context=max_context,
+            vocab_size=1000,
+            kv_groups=groups,
+            windows=windows,
+            mtp=costs.head_s or None,
         )
         self.model = SimpleNamespace(device=torch.device("cpu"), config=config)
         self.weights, self.costs, self.noise = weights, costs, noise
@@ -80,6 +85,9 @@ class ExactRunner:
         )
         self.now_s += took_s * (1.0 + self.dice.uniform(0.0, self.noise))
 
+    def predict(self, _batch, _following, *, predicts):
+        self.now_s += self.costs.head_s if predicts else 0.0
+
 
 @pytest.fixture
 def measure(monkeypatch):
@@ -95,7 +103,8 @@ def measure(monkeypatch):
         clock = SimpleNamespace(perf_counter=lambda: runner.now_s)
         monkeypatch.setattr(step_timer, "time", clock)
         arena = DeviceArena(weights, torch.device("cpu"))
-        found = measure_step_costs(runner, 20_000, arena, shape, replace(SETTINGS, **changes))
+        settings = replace(SETTINGS, **changes)
+        found = measure_step_costs(runner, 20_000, arena, elements, shape, settings)
         assert not table.any()
         measured_s.append(runner.now_s)
         return found

@@ -55,6 +55,24 @@ def reference(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
     return {token: weights[token] / total for token in kept}
 
 
+def assert_drawn_alike(some, others):
+    """Check that equally many draws of two kinds follow one distribution, by a chi-square test.
+
+    Values that were drawn less than 10 times count as one.
+    """
+    assert len(some) == len(others)
+    first, second = Counter(some), Counter(others)
+    total = first + second
+    often = [value for value, count in total.items() if count >= 10]
+    pairs = [(first[value], second[value]) for value in often]
+    kept, of_kept = (sum(each) for each in zip(*pairs, strict=True))
+    pairs.append((len(some) - kept, len(others) - of_kept))
+    chi2 = sum((a - b) ** 2 / (a + b) for a, b in pairs if a + b)
+    freedom = len(often) - 1
+    assert freedom > 5, total
+    assert chi2 <= freedom + 5 * (2 * freedom) ** 0.5  # five standard deviations
+
+
 def assert_drawn(tokens, want):
     """Check that tokens follow a distribution, by a chi-square test."""
     counts = torch.bincount(torch.tensor(tokens), minlength=VOCAB)

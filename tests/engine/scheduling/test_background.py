@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from lorikeet_engine.costs import RowsTime, StepCosts
 from lorikeet_engine.request import SchedulingParams
 from lorikeet_engine.scheduling import scheduler
 from lorikeet_engine.scheduling.step_budget import StepBudget
@@ -86,6 +87,19 @@ def test_without_a_foreground_the_background_fills_steps():
     for _ in range(16):
         harness.add(30, scheduling=BACKGROUND)
     assert sum(length for _, length in harness.step()) == 64
+
+
+def test_alone_the_background_computes_steps_that_a_comer_can_wait_for():
+    rows = (RowsTime(1, 0.007), RowsTime(32, 0.05), RowsTime(256, 0.5))  # two CPU cores'
+    slow = StepBudget(None, StepCosts(rows=rows))
+    assert slow.background_tokens_alone() == 34  # 0.056 s: 8 steps of one token
+    assert StepBudget(None, COSTS).background_tokens_alone() == COSTS.step_tokens, "an H200's"
+    harness = SchedulerHarness(tokens=512, sequences=256, pages=4000)
+    made = [harness.add(3, max_tokens=20, scheduling=BACKGROUND) for _ in range(100)]
+    harness.budget = slow
+    assert {sum(length for _, length in harness.step()) for _ in range(15)} == {34}
+    harness.run()
+    assert set(harness.finished) == set(made)
 
 
 def test_work_in_the_background_costs_its_tenant_no_turn_in_the_foreground():

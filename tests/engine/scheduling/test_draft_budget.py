@@ -1,5 +1,6 @@
 """Drafts are made only where the costs of steps say that they gain, and take little from others."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -21,8 +22,8 @@ class Predicting:
     ):
         self.lookup = SimpleNamespace(
             acceptance=acceptance,
-            mtp_acceptance=mtp,
-            predicted=7,
+            predictor_acceptance=mtp,
+            predicted=(7,),
             source=DraftSource.LOOKUP,
             predict=lambda most: list(range(100, 100 + most)),
         )
@@ -123,8 +124,9 @@ def with_head(*sequences, alone=True, **settings):
     """Return a budget whose model has an MTP head, which predicted in the last step, and its choice
     for these sequences.
     """
-    budget = DraftBudget(COSTS, SIZES, mtp=True, **settings)
-    budget.predicts([SimpleNamespace(sequence=sequence) for sequence in sequences], 256)
+    budget = DraftBudget(COSTS, SIZES, predictor=DraftSource.MTP, **settings)
+    chunks = [SimpleNamespace(sequence=sequence) for sequence in sequences]
+    budget.predicts(chunks, 256, alone=True)
     return budget, budget.choose(list(sequences), 256, alone=alone)
 
 
@@ -161,17 +163,20 @@ def test_a_head_that_is_seldom_right_is_asked_seldom():
     poor = Predicting(0.0, pending=1, mtp=0.2)
     budget, drafts = with_head(poor)
     assert drafts == Drafts({})
-    asked = [budget.predicts([SimpleNamespace(sequence=poor)], 256) for _ in range(9)]
-    assert asked == [False] * 8 + [True]
+    chunks = [SimpleNamespace(sequence=poor)]
+    asked = [budget.predicts(chunks, 256, alone=True) for _ in range(9)]
+    assert asked == [[]] * 8 + [[1]]
 
 
-def test_a_full_batch_and_a_step_with_prompts_are_spared_the_head_s_predictions():
-    def predicts(*sequences):
-        budget = DraftBudget(COSTS, SIZES, mtp=True)
+def test_steps_whose_predictions_cannot_pay_are_spared_them():
+    def predicts(*sequences, alone=True, head_s=0.0):
+        budget = DraftBudget(replace(COSTS, head_s=head_s), SIZES, predictor=DraftSource.MTP)
         chunks = [SimpleNamespace(sequence=each) for each in sequences]
-        return budget.predicts(chunks, 256 - len(chunks))
+        return budget.predicts(chunks, 256 - len(chunks), alone=alone)
 
     assert predicts(*(Predicting(0.0) for _ in range(32)))
+    assert not predicts(Predicting(0.0), head_s=4e-3)
+    assert not predicts(Predicting(0.0), alone=False)
     assert not predicts(*(Predicting(0.0) for _ in range(256)))
     prefilling = Predicting(0.0)
     prefilling.decodes = False

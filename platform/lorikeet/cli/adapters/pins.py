@@ -72,6 +72,14 @@ def pin(
             " the prompt that it has.",
         ),
     ] = None,
+    draft: Annotated[
+        bool,
+        typer.Option(
+            "--draft",
+            help="Let the adapter, a draft LoRA of its base model, draft tokens of all answers on"
+            " replicas with LORIKEET_SPECULATION=draft.",
+        ),
+    ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Only show what would be loaded.")
     ] = False,
@@ -96,6 +104,7 @@ def pin(
             "reason": reason,
             "expires_s": expires,
             "prompt": None if prompt is None else _read(prompt),
+            "draft": draft,
             "dry_run": dry_run,
         },
     )
@@ -166,7 +175,7 @@ def pins(
         typer.echo(answer["text"])
         return
     listed = answer["data"]
-    has_prompts = any(pin["prompt"] for pin in listed)
+    has_prompts = any(pin.get("prompt") for pin in listed)  # 0.1.0 has none
     more = ["Prompt"] if has_prompts else []
     print_table(
         [
@@ -184,7 +193,7 @@ def pins(
         empty="Nothing is pinned.",
     )
     _print_shortfalls([each for pin in listed for each in pin["shortfalls"]])
-    failed = [pin for pin in listed if pin["prompt"] and pin["prompt"]["failure"]]
+    failed = [pin for pin in listed if pin.get("prompt") and pin["prompt"]["failure"]]
     if failed:
         rows = [[_label(pin), pin["prompt"]["failure"]] for pin in failed]
         print_table(["Pin", "Prompt not computed"], rows, empty="")
@@ -242,11 +251,11 @@ def _prompt(prompt: dict[str, Any] | None) -> str | None:
 def _row(pin: dict[str, Any], *, has_prompts: bool) -> list[Any]:
     return [
         _label(pin),
-        pin["tier"],
+        pin["tier"] + ", drafts" * pin["draft"],
         "all" if pin["replicas"] is None else pin["replicas"],
         pin["priority"],
         show_size(pin["image_bytes"]),
-        *([_prompt(pin["prompt"])] if has_prompts else []),
+        *([_prompt(pin.get("prompt"))] if has_prompts else []),
         moment(pin["expires"]) or "never",
         pin["state"],
         pin["reason"],

@@ -30,8 +30,8 @@ def status(ctx: typer.Context, as_json: AsJson = False) -> None:
     replicas = answer["replicas"]
     print_line(f"Catalog at entry {answer['catalog_seq']}{_staleness(answer['catalog_age_s'])}")
     print_line(_pins(answer["pins"]) + _prompts(replicas))
-    has_states = any(replica["states"] for replica in replicas)
-    has_host = any(replica["host_pages"] for replica in replicas)
+    has_states = any(replica.get("states") for replica in replicas)  # 0.1.0 has neither
+    has_host = any(replica.get("host_pages") for replica in replicas)
     more = [*(["#States"] if has_states else []), *(["#Host KV"] if has_host else [])]
     print_table(
         ["Replica", "Base model", "#Running", "#Waiting", "#KV pages", *more, "#Slot pool"],
@@ -60,9 +60,8 @@ def _pins(counts: dict[str, int] | None) -> str:
 
 def _prompts(replicas: list[dict[str, Any]]) -> str:
     """Return the number of pinned prompts that replicas have computed; "" if none are pinned."""
-    pinned, computed = (
-        sum(replica["prompts"][which] for replica in replicas) for which in ("pinned", "computed")
-    )
+    told = [replica["prompts"] for replica in replicas if "prompts" in replica]  # not 0.1.0
+    pinned, computed = (sum(each[which] for each in told) for which in ("pinned", "computed"))
     return f"; prompts: {computed} of {pinned} computed" if pinned else ""
 
 
@@ -77,8 +76,8 @@ def _replica_row(replica: dict[str, Any], *, has_states: bool, has_host: bool) -
         replica["waiting"],
         f"{replica['kv_pages_used']} of {replica['kv_pages_total']}"
         + (" in FP8" if replica["fp8_kv"] else ""),
-        *([_states(replica["states"])] if has_states else []),
-        *([_host_pages(replica["host_pages"])] if has_host else []),
+        *([_states(replica.get("states"))] if has_states else []),
+        *([_host_pages(replica.get("host_pages"))] if has_host else []),
         f"{show_size(replica['arena_bytes_used'])} of {show_size(replica['arena_bytes_total'])}",
     ]
 
@@ -93,7 +92,8 @@ def _host_pages(pages: dict[str, int] | None) -> str | None:
     if pages is None:
         return None
     prompts = f", {pages['of_prompts']} of prompts" if pages["of_prompts"] else ""
-    return f"{pages['used']} of {pages['pages']}{prompts}"
+    disk = f"; disk: {pages['on_disk']} of {pages['disk_pages']}" if pages["disk_pages"] else ""
+    return f"{pages['used']} of {pages['pages']}{prompts}{disk}"
 
 
 def _adapter_rows(replicas: list[dict[str, Any]]) -> list[list[Any]]:

@@ -81,7 +81,9 @@ def usage(
 ) -> None:
     """Show tenants' usage: tokens, their cost, requests, time on GPUs, loads.
 
-    Replicas and gateways report every LORIKEET_USAGE_FLUSH_S seconds; newer usage is missing.
+    Flex: prompt and output tokens of batches and of service tier flex, which the other columns
+    include. Replicas and gateways report every LORIKEET_USAGE_FLUSH_S seconds; newer usage is
+    missing.
 
     Example: `lorikeet usage --tenant acme --from 2026-11-01 --by day --csv`
     """
@@ -112,15 +114,26 @@ def _print_csv(rows: Sequence[Mapping[str, Any]]) -> None:
 
 def _print_table(rows: Sequence[Mapping[str, Any]]) -> None:
     names = [name for name in _NAMES if rows and name in rows[0]]
-    priced = ["cost"] if any(row["cost"] for row in rows) else []
+    priced, flex = any(row.get("cost") for row in rows), any(map(_flex_tokens, rows))
+    more = [*(["#Cost"] if priced else []), *(["#Flex"] if flex else [])]
     print_table(
-        [_NAMES[name] for name in names] + ["#Cost" for _ in priced] + list(_NUMBERS.values()),
+        [_NAMES[name] for name in names] + more + list(_NUMBERS.values()),
         [
-            [*map(row.get, names), *(f"{row[each]:.4f}" for each in priced), *_numbers(row)]
+            [
+                *map(row.get, names),
+                *([f"{row['cost']:.4f}"] if priced else []),
+                *([_flex_tokens(row)] if flex else []),
+                *_numbers(row),
+            ]
             for row in rows
         ],
         empty="Nothing was used.",
     )
+
+
+def _flex_tokens(row: Mapping[str, Any]) -> int:
+    """Return the prompt and output tokens of batches and of tier flex; 0.1.0 tells none."""
+    return int(row.get("flex_prompt_tokens", 0) + row.get("flex_output_tokens", 0))
 
 
 def _numbers(row: Mapping[str, Any]) -> list[Any]:

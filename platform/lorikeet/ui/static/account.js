@@ -152,15 +152,17 @@ function showUsage(home, usage) {
   fill(home, usage, () => {
     if (typeof usage === "string") return [nothing(usage)];
     if (!usage.length) return [nothing("Nothing was used in the last three months.")];
-    const priced = usage.some(({ cost }) => cost);
-    const heads = [["Model", ""], ["Requests", "number"], ["Prompt", "number"], ["Cached", "number"], ["Output", "number"], ...(priced ? [["Cost", "number"]] : [])];
-    const months = [...new Set(usage.map(({ month }) => month))].sort().reverse();
-    return [table(heads, months.flatMap((month) => monthRows(month, usage.filter((row) => row.month === month), priced)))];
+    const all = usage.map((row) => ({ ...row, flex: row.flex_prompt_tokens + row.flex_output_tokens }));
+    const [priced, flex] = [all.some(({ cost }) => cost), all.some((row) => row.flex)];
+    const heads = [["Model", ""], ["Requests", "number"], ["Prompt", "number"], ["Cached", "number"], ["Output", "number"]];
+    heads.push(...(flex ? [["Batches, flex", "number"]] : []), ...(priced ? [["Cost", "number"]] : []));
+    const months = [...new Set(all.map(({ month }) => month))].sort().reverse();
+    return [table(heads, months.flatMap((month) => monthRows(month, all.filter((row) => row.month === month), priced, flex)))];
   });
 }
 
-function monthRows(month, rows, priced) {
-  const names = ["requests", "prompt_tokens", "cached_tokens", "output_tokens"];
+function monthRows(month, rows, priced, flex) {
+  const names = ["requests", "prompt_tokens", "cached_tokens", "output_tokens", ...(flex ? ["flex"] : [])];
   const sum = (name) => rows.reduce((total, row) => total + row[name], 0);
   const numbers = (of) => [...names.map((name) => cell("number", count(of(name)))), ...(priced ? [cell("number", money(of("cost")))] : [])];
   return [

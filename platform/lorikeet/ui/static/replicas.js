@@ -98,8 +98,9 @@ class Row {
     this.kv.show(pages, all, `${count(pages)} of ${count(all)}`);
     this.hostPages.element.hidden = !replica.host_pages;
     if (replica.host_pages) {
-      const { used, pages } = replica.host_pages;
-      this.hostPages.show(used, pages, `${count(used)} of ${count(pages)}`);
+      const { used, pages, on_disk: onDisk, disk_pages: diskPages } = replica.host_pages;
+      const disk = diskPages ? ` · disk ${count(onDisk)} of ${count(diskPages)}` : "";
+      this.hostPages.show(used, pages, `${count(used)} of ${count(pages)}${disk}`);
     }
     this.states.element.hidden = !replica.states;
     if (replica.states) {
