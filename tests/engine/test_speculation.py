@@ -191,7 +191,7 @@ def test_all_features_answer_the_same(
         assert idle <= {"grammar", "stop", "kept stop"}  # those may stop early
 
 
-@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("overlap", [True, pytest.param(False, marks=pytest.mark.soak)])
 def test_grammars_answer_the_same(overlap, make, monkeypatch):
     """A fifth of the drafted tokens is wrong, and mostly one that the grammar does not allow."""
     told = []
