@@ -32,7 +32,7 @@ import numpy as np
 import torch
 
 from lorikeet_engine.device.async_copies import Download, upload
-from lorikeet_engine.errors import DeviceLost, SettingsError
+from lorikeet_engine.errors import SettingsError
 from lorikeet_engine.execution.page_file import PageFile
 from lorikeet_engine.parallel.followers import Followers, for_good
 from lorikeet_engine.residency.host_arena import host_memory
@@ -451,18 +451,18 @@ class PageCopies:
         if self._writer is not None:
             self._begin_writing(host, cache.host_states, self._writer)
 
-    def abandon(self) -> None:
-        """Wait for the copies in flight, whose pages nobody will use.
+    def abandon(self) -> bool:
+        """Wait at most 10 s for the copies in flight, whose pages nobody will use.
 
-        Raises DeviceLost if they have not ended after 10 s: they could overwrite later pages.
+        Returns False if they have not ended, so that they may overwrite later pages.
         """
         futures = [*self._under_way.values()]
         if self._writing is not None:
             futures.append(self._writing[1])
-        if wait(futures, _ABANDON_S).not_done:
-            raise DeviceLost("copies of KV pages have not ended within 10 s")
+        ended = not wait(futures, _ABANDON_S).not_done
         self._under_way.clear()
         self._writing = None
+        return ended
 
     def read_s(self, size: int) -> float:
         """Return the seconds that reading so many bytes from the disk is expected to take."""

@@ -160,15 +160,18 @@ class Tiers:
         return self._requests.wait_for_gpu
 
     def remember_evicted(self, size: int) -> None:
-        """Remember adapters evicted from the GPU, up to `size` bytes, for take_missed_bytes."""
+        """Remember adapters evicted from the GPU, up to `size` bytes, for take_missed_s."""
         self._gpu.evicted = Evicted(size // self.weights.arena.itemsize)
 
-    def take_missed_bytes(self) -> int:
-        """Return the bytes of remembered adapters that requests have loaded again since the last
-        call.
+    def take_missed_s(self) -> float:
+        """Return the seconds of loads of remembered adapters, from the host, that requests have
+        needed since the last call.
         """
-        elements, self._gpu.missed_elements = self._gpu.missed_elements, 0
-        return elements * self.weights.arena.itemsize
+        missed, self._gpu.missed = self._gpu.missed, []
+        if not missed:
+            return 0.0
+        costs, itemsize = self.load_costs(), self.weights.arena.itemsize
+        return sum(costs.load_s(Residency.HOST, elements * itemsize) for elements in missed)
 
     def extend_arena(self, size: int) -> None:
         """Use `size` more bytes of the arena, which are there now."""
