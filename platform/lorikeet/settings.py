@@ -293,12 +293,13 @@ class Settings(BaseModel):
         "adapters and the prompt tokens beside decodes, but one adapter always runs; not set: no "
         "goal",
     )
-    speculation: Literal["off", "lookup", "mtp"] = Field(
+    speculation: Literal["off", "lookup", "mtp", "draft"] = Field(
         "off",
         description="lookup: verify several tokens of an answer in one step, drafted from what "
         "followed the same tokens earlier in its prompt or output, or in the adapter's recent "
         "answers to its tenant; answers stay the same (operations.md). mtp: lookup, and drafts of "
-        "the base model's own MTP head, which Qwen 3.5's checkpoints have",
+        "the base model's own MTP head, which Qwen 3.5's checkpoints have. draft: lookup, and "
+        "drafts of the adapter of `lorikeet pin --draft`",
     )
     usage_flush_s: float = Field(
         15.0,
@@ -351,7 +352,8 @@ class Settings(BaseModel):
         None,
         min_length=1,
         description="where each gateway writes one line of JSON for each change that an admin's "
-        "key asks for: a file of its machine, to which lines are appended, or stdout "
+        "key asks for: a file of its machine, to which lines are appended, or stdout; or the "
+        "address of an OpenTelemetry collector, such as http://collector:4318, for OTLP logs "
         "(operations.md); not set: nowhere",
     )
     oidc: Annotated[OidcIssuer | None, BeforeValidator(parse_oidc_issuer)] = Field(

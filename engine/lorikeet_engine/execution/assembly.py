@@ -23,6 +23,7 @@ from lorikeet_engine.device.memory import resolve
 from lorikeet_engine.execution.border import Border, RankBorder
 from lorikeet_engine.execution.calibration import measure_step_costs
 from lorikeet_engine.execution.memory_plan import (
+    check_speculation,
     count_slots,
     count_states_and_pages,
     page_needs,
@@ -45,6 +46,7 @@ from lorikeet_engine.kernels.moe import mxfp4
 from lorikeet_engine.models.llama import LlamaModel
 from lorikeet_engine.models.served_rows import ServedRows
 from lorikeet_engine.parallel.rank_group import RankGroup
+from lorikeet_engine.request import DraftSource
 from lorikeet_engine.residency.disk.cache import AdapterSource
 from lorikeet_engine.residency.tiers import Tiers
 from lorikeet_engine.sampling.penalties import Penalties
@@ -150,6 +152,7 @@ def _assemble(
     device = torch.device(settings.device)
     start = StartUpStages(device)
     model = load_weights(load, settings, device, ranks.group, start)
+    check_speculation(model.config.shape, settings)
     with start.stage("slot pool"):
         rows = RankRows(ServedRows(model), ranks.followers)
         shape, free = model.config.shape, start.free
@@ -189,8 +192,15 @@ def _assemble(
     forced_budget = ForcedBudget(room, step_costs, runner.small_sizes, pieces)
     draft_budget = None
     if settings.speculation != "off":
-        goal_s, mtp = settings.inter_token_goal_s, model.config.mtp is not None
-        draft_budget = DraftBudget(step_costs, runner.small_sizes, goal_s, pieces, mtp=mtp)
+        predictor = {"mtp": DraftSource.MTP, "draft": DraftSource.DRAFT}.get(settings.speculation)
+        draft_budget = DraftBudget(
+            step_costs,
+            runner.small_sizes,
+            settings.inter_token_goal_s,
+            pieces,
+            predictor=predictor,
+            vocabulary=model.config.vocab_size,
+        )
     return Assembly(
         runner,
         sampler,

@@ -25,7 +25,6 @@ from functools import partial
 
 import torch
 
-from lorikeet_engine.adapter import Residency
 from lorikeet_engine.adapter_format import BaseShape
 from lorikeet_engine.costs import StepCosts
 from lorikeet_engine.device.border_memory import BorderMemory, MoveUnit, border_memory
@@ -189,13 +188,9 @@ class Border:
     def _decide(self, cache: KVCache, lacks_pages: bool) -> None:
         now_s = time.monotonic()
         elapsed_s, self._seen_s = now_s - self._seen_s, now_s
-        size, tokens = self._tiers.take_missed_bytes(), cache.missed_tokens
+        self._adapters_s += self._tiers.take_missed_s() + elapsed_s * self._tiers.waits_for_gpu
+        self._pages_s += cache.missed_tokens * self._costs.prompt_token_s + elapsed_s * lacks_pages
         cache.missed_tokens = 0
-        if size:
-            self._adapters_s += self._tiers.load_costs().load_s(Residency.HOST, size)
-        self._pages_s += tokens * self._costs.prompt_token_s
-        self._adapters_s += elapsed_s * self._tiers.waits_for_gpu
-        self._pages_s += elapsed_s * lacks_pages
         since_s = now_s - self._decided_s
         if since_s >= EVERY_S:
             self._wanted = self.policy.decide(self._adapters_s, self._pages_s, since_s)

@@ -83,6 +83,7 @@ def plan_memory(
     _take(memory, "steps and graphs", step_bytes(config, shape, settings))
     slots, pages = count_states_and_pages(config, shape, settings, memory, lambda number: number)
     page_bytes, needs = _page_bytes(config, shape, settings), page_needs(config, settings)
+    check_speculation(shape, settings)
     kv_tokens, lendable = needs.tokens(pages, config.max_context), 0
     if settings.moving_border:
         unit = border_unit(config, shape, settings)
@@ -102,6 +103,19 @@ def plan_memory(
         kv_of_longest=needs.in_steps(config.max_context) * page_bytes,
         lendable=lendable,
     )
+
+
+def check_speculation(shape: BaseShape, settings: EngineSettings) -> None:
+    """Raise SettingsError if the settings ask for a draft LoRA in a model with recurrent states.
+
+    Noise would change the states.
+    """
+    if settings.speculation == "draft" and shape.recurrent is not None:
+        raise SettingsError(
+            "speculation=draft: a draft LoRA is served by models of attention alone, and this one "
+            "has layers with recurrent states: want lookup, mtp or off",
+            field="speculation",
+        )
 
 
 def count_states_and_pages(

@@ -6,6 +6,7 @@ the GPU, each for a LoadReason of its own.
 """
 
 import logging
+import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -36,7 +37,7 @@ from lorikeet_engine.residency.host_arena import HostArena
 from lorikeet_engine.residency.image_checks import ImageChecks
 from lorikeet_engine.residency.loader import Loader, LoadResult
 from lorikeet_engine.residency.packed_image import PackedImage
-from lorikeet_engine.residency.pins import Pins
+from lorikeet_engine.residency.pins import RETRY_S, Pins
 from lorikeet_engine.residency.prefetches import Prefetches
 from lorikeet_engine.residency.requested_adapters import RequestedAdapters
 from lorikeet_engine.residency.stats import ResidencyStats
@@ -50,9 +51,6 @@ from lorikeet_engine.telemetry.status import (
 )
 
 log = logging.getLogger(__name__)
-
-_LOOK_S = 5.0
-"""Seconds after which `advance` looks at the tiers again although nothing has woken it."""
 
 
 class Tiers:
@@ -162,15 +160,18 @@ class Tiers:
         return self._requests.wait_for_gpu
 
     def remember_evicted(self, size: int) -> None:
-        """Remember adapters evicted from the GPU, up to `size` bytes, for take_missed_bytes."""
+        """Remember adapters evicted from the GPU, up to `size` bytes, for take_missed_s."""
         self._gpu.evicted = Evicted(size // self.weights.arena.itemsize)
 
-    def take_missed_bytes(self) -> int:
-        """Return the bytes of remembered adapters that requests have loaded again since the last
-        call.
+    def take_missed_s(self) -> float:
+        """Return the seconds of loads of remembered adapters, from the host, that requests have
+        needed since the last call.
         """
-        elements, self._gpu.missed_elements = self._gpu.missed_elements, 0
-        return elements * self.weights.arena.itemsize
+        missed, self._gpu.missed = self._gpu.missed, []
+        if not missed:
+            return 0.0
+        costs, itemsize = self.load_costs(), self.weights.arena.itemsize
+        return sum(costs.load_s(Residency.HOST, elements * itemsize) for elements in missed)
 
     def extend_arena(self, size: int) -> None:
         """Use `size` more bytes of the arena, which are there now."""
@@ -284,7 +285,7 @@ class Tiers:
 
         Other adapters are evicted as needed. To be called between two steps; does nothing in most
         of them, in which no adapter moves: only after a `wake`, while requests wait for adapters,
-        and every _LOOK_S seconds.
+        and with pins every RETRY_S seconds.
 
         Returns the seconds after which to call again even without a `wake`; None if that is not
         needed.
@@ -296,7 +297,8 @@ class Tiers:
             self._has_work = False  # first: a `wake` during the work is for the next call
             self._retry_s = self._move(began_s)
             waits = self._requests.loading or self._requests.wait_for_gpu
-            look_s = began_s + _LOOK_S if self._retry_s is None else self._retry_s
+            later_s = began_s + RETRY_S if self._pins else math.inf
+            look_s = later_s if self._retry_s is None else self._retry_s
             self._look_s = None if waits else look_s
         return None if self._retry_s is None else max(0.0, self._retry_s - began_s)
 

@@ -19,7 +19,7 @@ EVERY_S = 0.25
 """Seconds between two decisions."""
 _HALF_LIFE_S = 2.0
 _TIMES = 2.0
-_LEAST = 0.01  # seconds lost per second below which nothing moves
+_LEAST = 0.002  # seconds lost per second below which nothing moves
 _LARGEST_STEP = 64  # part of the memory that a decision moves at most
 
 

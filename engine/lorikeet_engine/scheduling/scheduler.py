@@ -27,7 +27,13 @@ from lorikeet_engine.scheduling.preemption import (
     may_begin,
     sequences_to_preempt,
 )
-from lorikeet_engine.scheduling.sequence import Chunk, ScoredRows, Sequence, SequenceStatus
+from lorikeet_engine.scheduling.sequence import (
+    AdapterLease,
+    Chunk,
+    ScoredRows,
+    Sequence,
+    SequenceStatus,
+)
 from lorikeet_engine.scheduling.step_budget import PromptBudget, StepBudget
 from lorikeet_engine.scheduling.step_counters import StepCounters
 from lorikeet_engine.scheduling.waiting_queue import WaitingQueue, prefilling_in_fair_order
@@ -66,12 +72,14 @@ class StepPlan:
     scored: for prompt_logprobs, the prompt tokens of the chunks from whose logits the log
         probability of the next prompt token is computed.
     predicts: whether the MTP head predicts a token after each sampled one.
+    draft: lease of the draft LoRA, for the noise of chunks; None without noise.
     """
 
     chunks: list[Chunk]
     failed: dict[Sequence, AdapterError]
     scored: list[ScoredRows]
     predicts: bool = False
+    draft: AdapterLease | None = None
 
 
 class Throughput:
@@ -244,11 +252,14 @@ class Scheduler:
         if self._cache.states is not None:
             chunks = [self._with_state(chunk) for chunk in chunks]
         self._throughput.step_planned(prefills.saturated)
-        predicts = False
+        predicted, draft = list[int](), None
         if self._drafts is not None:
             room, alone = self._limits.sequences - len(active), self._alone(chunks, active)
-            predicts = self._drafts.predicts(chunks, room, alone=alone)
-        return StepPlan(chunks, self._drop_failed(prefills.failed), budget.scored, predicts)
+            predicted = self._drafts.predicts(chunks, room, alone=alone)
+            if predicted and (draft := self._drafts.adapter) is not None:
+                chunks = self._with_noise(chunks, predicted, self._drafts)
+        failed = self._drop_failed(prefills.failed)
+        return StepPlan(chunks, failed, budget.scored, bool(predicted), draft)
 
     def launched(self, chunks: list[Chunk], forced: Mapping[int, tuple[int, ...]]) -> None:
         """Record that a step with these chunks was launched; the next plan counts the step's tokens
@@ -262,6 +273,7 @@ class Scheduler:
         for chunk in chunks:
             sequence, drafted = chunk.sequence, len(chunk.drafted)
             sequence.kv.computed = chunk.end - drafted
+            sequence.cost.counter.charge(PROMPT_TOKEN * len(chunk.noise))
             sequence.timings.steps += 1
             if chunk.completes:
                 sequence.add_pending(row, () if drafted else forced.get(row, ()))
@@ -396,7 +408,8 @@ class Scheduler:
             return self._limits.tokens
         foreground = [sequence for sequence in active if not sequence.background]
         if not foreground:
-            return min(self._limits.tokens, step_budget.background_tokens_alone())
+            longest = max((sequence.decode_tokens for sequence in active), default=1)
+            return min(self._limits.tokens, max(step_budget.background_tokens_alone(), longest))
         rows = sum(sequence.decode_tokens for sequence in foreground if sequence.decodes)
         return step_budget.background_tokens(rows)
 
@@ -460,6 +473,26 @@ class Scheduler:
                 assert grown, "a draft without KV pages"
                 decodes[at] = chunk._replace(end=end, drafted=drafted, holds=True)
         return decodes
+
+    def _with_noise(
+        self, chunks: list[Chunk], counts: list[int], drafts: DraftBudget
+    ) -> list[Chunk]:
+        """Add noise for the draft LoRA behind chunks, and KV pages in which nobody reads it later.
+
+        Adds none if there are too few pages or tokens.
+
+        counts: number of noise tokens behind each chunk.
+        """
+        tokens = sum(chunk.length for chunk in chunks) + sum(counts)
+        pages = self._cache.may_all_grow(sum(counts))
+        if tokens > self._limits.tokens or not pages:
+            return chunks
+        noisy = list[Chunk]()
+        for chunk, count in zip(chunks, counts, strict=True):
+            grown = self._cache.grow(chunk.sequence.kv, chunk.end + count)
+            assert grown, "noise without KV pages"
+            noisy.append(chunk._replace(noise=drafts.noise(count)))
+        return noisy
 
     def _alone(self, chunks: list[Chunk], active: list[Sequence]) -> bool:
         """Whether all sequences have a chunk.

@@ -254,7 +254,7 @@ async def _running(
         if services.traces is not None:
             await services.traces.close()
         if services.audit is not None:
-            services.audit.close()
+            await asyncio.to_thread(services.audit.close)
 
 
 class RequestMiddleware:

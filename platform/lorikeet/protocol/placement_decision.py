@@ -48,11 +48,14 @@ class LearnedPrompt:
 class PinTarget:
     """Adapter that a replica must hold at the given memory tier or nearer to the GPU, and the
     system prompts whose KV pages it must compute.
+
+    draft: whether the adapter drafts tokens of all answers.
     """
 
     ref: AdapterRef
     tier: Residency
     prompts: tuple[PinnedPrompt, ...] = ()
+    draft: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -221,8 +221,9 @@ class Replica:
             self._engine.unpin(digest)
             self._pushed.unpinned(digest)
         for digest, target in decision.pins.items():
-            if digest not in self._pins or self._pins[digest].tier != target.tier:
-                self._engine.pin(target.ref, target.tier)
+            held = self._pins.get(digest)
+            if held is None or (held.tier, held.draft) != (target.tier, target.draft):
+                self._engine.pin(target.ref, target.tier, draft=target.draft)
         self._pins = dict(decision.pins)
         self._prompts.update(decision.pins.values(), decision.learned)
         self._sole_copies, self._plan_s = decision.sole_copies, time.monotonic()

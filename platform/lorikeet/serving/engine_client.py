@@ -328,10 +328,10 @@ class ServeEngineClient:
         course: state of the call.
         """
         encoded, begun, loop = course.sent, course.begun, asyncio.get_running_loop()
-        late = Unavailable("no replica took the answer over: send the request again")
         id_, is_last = encoded.attempt_id, course.left == 1
         with self._buffers.opened(id_, course.log, begun=begun, is_last=is_last) as buffer:
             if begun:
+                late = Unavailable("no replica took the answer over: send the request again")
                 course.giving_up = loop.call_later(_TAKE_OVER_S, buffer.fail, late)
             sent: Any = run_call.remote(encoded, self._gateway)
             awaiting = asyncio.create_task(_await_call(sent, buffer))
@@ -482,8 +482,9 @@ class _Course:
 
     def begin(self, attempt: int) -> None:
         """Begin an attempt. attempt: number of attempts before it."""
-        log, made_tokens = bytes(self.log), tokens_in(self.log)
-        self.sent = replace(self.sent, attempt=attempt, log=log, made_tokens=made_tokens)
+        if attempt:
+            log, made_tokens = bytes(self.log), tokens_in(self.log)
+            self.sent = replace(self.sent, attempt=attempt, log=log, made_tokens=made_tokens)
         self.fleet.on_begun(self.sent.attempt_id)
         self._sent_s = self._taken_s = time.monotonic()
         self._has_bytes = False

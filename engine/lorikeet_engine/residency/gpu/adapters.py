@@ -151,7 +151,7 @@ class GpuAdapters:
     For the engine's thread only, except holds, snapshot, available_elements and victim.
 
     evicted: the adapters evicted last; None where the arena's size is fixed.
-    missed_elements: elements placed again for requests, of adapters in `evicted`.
+    missed: sizes, in elements, of adapters in `evicted` that requests have loaded again.
     """
 
     def __init__(
@@ -180,7 +180,7 @@ class GpuAdapters:
         self._on_change = on_change
         self._evictions = self._checksum_failures = 0
         self.evicted: Evicted | None = None
-        self.missed_elements = 0
+        self.missed = list[int]()
 
     @property
     def available_elements(self) -> int:
@@ -391,8 +391,8 @@ class GpuAdapters:
         self._sort_in(adapter)
         if requested:
             self.guard(digest)
-            if self.evicted is not None:
-                self.missed_elements += self.evicted.remove(digest)
+            if self.evicted is not None and (elements := self.evicted.remove(digest)):
+                self.missed.append(elements)
         facts = {"adapter": str(ref), "slot": adapter.slot, "requested": requested}
         log.info("adapter_admitted", extra=facts)
         return copy

@@ -10,7 +10,9 @@ import asyncio
 import hashlib
 import json
 import logging
+import os
 import random
+import shutil
 import tempfile
 import time
 from collections import defaultdict
@@ -21,6 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
+import psutil
 from starlette.types import ASGIApp
 
 from lorikeet.batch_store import (
@@ -67,6 +70,7 @@ of 5xx.
 _ATTEMPTS_WITH_LOSSES = 3
 """Number of times that a line is sent if replicas are lost with it: it may be what ends them."""
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 1.0, 60.0
+_FOLDER = "lorikeet-batch-"  # then the gateway's process id
 _UNDONE = {
     "expired": "the batch expired before this request was answered",
     "cancelled": "the batch was cancelled before this request was answered",
@@ -109,6 +113,7 @@ class BatchRunner:
 
     async def run(self) -> NoReturn:
         """Run batches until cancelled, then write the results so far to the store."""
+        await self.in_thread(_remove_folders_of_killed)
         try:
             while True:
                 self._woken.clear()
@@ -187,7 +192,7 @@ class BatchRunner:
         facts = {"tenant": batch.tenant, "batch": batch.id, "run": run}
         log.info("batch_run_begun", extra=facts)
         try:
-            with tempfile.TemporaryDirectory(prefix="lorikeet-batch-") as folder:
+            with tempfile.TemporaryDirectory(prefix=f"{_FOLDER}{os.getpid()}-") as folder:
                 await _Run(self, batch, run, Path(folder)).complete()
         except StoreError as error:
             log.warning("batch_run_failed", extra=facts | {"error": str(error)})
@@ -442,6 +447,14 @@ class _Run:
 
 class _Superseded(Exception):
     """Another gateway runs the batch, or has ended it."""
+
+
+def _remove_folders_of_killed() -> None:
+    """Delete the temporary folders of gateways on this machine that were killed."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{_FOLDER}*-*"):
+        pid = folder.name.removeprefix(_FOLDER).partition("-")[0]
+        if pid.isdecimal() and not psutil.pid_exists(int(pid)):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 async def _to_the_end(work: Coroutine[Any, Any, None]) -> None:
