@@ -12,6 +12,7 @@ from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.costs import MeasuredCosts, StepCosts, seen_tokens
 from lorikeet_engine.errors import (
     AdapterDamaged,
+    DeviceLost,
     EngineClosed,
     EngineError,
     NotFinite,
@@ -341,14 +342,16 @@ class Engine:
         nets.
 
         Both are None if the engine has no host memory for pages; the latter is None, too, if the
-        model has no delta nets. Copies to the pages of an earlier cache are abandoned first.
+        model has no delta nets. Copies to the pages of an earlier cache are abandoned first; raises
+        DeviceLost if they do not end.
 
         groups: number of groups of layers, each of which has its own KV pages.
         """
         copies, costs = self._page_copies, self.info.step_costs
         if copies is None:
             return None, None
-        copies.abandon()  # copies to pages of an earlier cache
+        if not copies.abandon() and not self._requests.closed:
+            raise DeviceLost("copies of KV pages have not ended within 10 s")
 
         def fetch_s(size: int) -> float:
             return self._tiers.load_costs().load_s(Residency.HOST, size)

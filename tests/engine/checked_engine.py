@@ -199,6 +199,8 @@ class CheckedEngine:
         cache = self.engine._cache
         there = [page for page, gone in enumerate(cache._withdrawn) if not gone]
         assert sorted(cache.take(cache.pages)) == there
+        while self.fetches.work:  # pages that the last step began to write to the disk
+            self.fetch()
 
     def _check(self, output: Tokens) -> None:
         name, choice = output.request_id, output.choice

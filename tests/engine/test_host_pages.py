@@ -18,7 +18,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lorikeet_engine.errors import SettingsError
+from lorikeet_engine.errors import DeviceLost, SettingsError
 from lorikeet_engine.execution import batch_builder, page_copies, page_file
 from lorikeet_engine.execution.page_copies import (
     CudaRankPages,
@@ -324,6 +324,20 @@ def test_failing_all_requests_forgets_all_pages(tmp_path, always_fetch):
     engine.live.clear()
     assert usage(engine.engine).used == 0
     answer(engine)
+
+
+def test_an_engine_whose_copies_hang_ends_rather_than_let_them_overwrite_pages(
+    tmp_path, always_fetch, monkeypatch
+):
+    engine = checked(tmp_path)
+    answer(engine)
+    push_out(engine)
+    engine.submit(LONG, sampling=SHORT)
+    engine.step()
+    monkeypatch.setattr(page_copies, "_ABANDON_S", 0.01)
+    assert engine.fetches.work, "no fetch is under way"
+    with pytest.raises(DeviceLost, match="copies of KV pages"):
+        engine.engine.fail_all(SettingsError("a test"))
 
 
 def test_a_host_without_memory_serves_as_without_the_setting(tmp_path, monkeypatch, caplog):

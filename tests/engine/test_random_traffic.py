@@ -133,7 +133,7 @@ class WindowedTraffic(Traffic):
 
 
 class HostedTraffic(OverlappedTraffic):
-    """Traffic whose pages go to the host and come back, some damaged, at any moment."""
+    """Traffic whose pages go to host and disk and come back, some damaged, at any moment."""
 
     @initialize(
         running=st.sampled_from((4, 5, 3, 2, 1)),
@@ -148,6 +148,7 @@ class HostedTraffic(OverlappedTraffic):
     def begin(self, running, spare, kv_pages, places, host_pages, room, windows, overlap):
         self.overlap, self.windows, self.patch = overlap, windows, pytest.MonkeyPatch()
         self.more = {"kv_host_bytes": host_pages * (2 * 4 * 4 * PAGE + 8)}
+        self.more |= {"kv_disk_bytes": 4096 * (160 // host_pages)}
         self.patch.setattr(HostPages, "pays", lambda *_: True)
         self.patch.setattr(RankPages, "room", room)
         super().begin(running, spare, kv_pages, places)
@@ -295,27 +296,27 @@ class BorderTraffic(HostedTraffic):
 
 
 class TestTraffic(Traffic.TestCase):
-    settings = settings(max_examples=25, stateful_step_count=40, deadline=None)
+    settings = settings(max_examples=10, stateful_step_count=40, deadline=None)
 
 
 class TestOverlappedTraffic(OverlappedTraffic.TestCase):
-    settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+    settings = settings(max_examples=12, stateful_step_count=40, deadline=None)
 
 
 class TestDraftedTraffic(DraftedTraffic.TestCase):
-    settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+    settings = settings(max_examples=12, stateful_step_count=40, deadline=None)
 
 
 class TestDraftedStates(DraftedStates.TestCase):
-    settings = settings(max_examples=30, stateful_step_count=40, deadline=None)
+    settings = settings(max_examples=10, stateful_step_count=40, deadline=None)
 
 
 class TestStatefulTraffic(StatefulTraffic.TestCase):
-    settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+    settings = settings(max_examples=12, stateful_step_count=40, deadline=None)
 
 
 class TestWindowedTraffic(WindowedTraffic.TestCase):
-    settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+    settings = settings(max_examples=12, stateful_step_count=40, deadline=None)
 
 
 @pytest.mark.soak

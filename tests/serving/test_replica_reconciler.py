@@ -119,7 +119,9 @@ def test_prompts_that_replicas_have_learned_are_sent_to_those_with_the_adapter(
         replicas.reports[name] = report(name, adapters=(held(A, tier, 10),))
     tick(deployment_of(), 0.0)
     assert [decision.learned for _, decision in replicas.take()] == [(), ()], "not without asking"
-    tick(deployment_of(LORIKEET_LEARNED_PROMPTS="8"), 0.0)
+    learning = deployment_of(LORIKEET_LEARNED_PROMPTS="8")
+    tick(learning, 0.0)
+    assert learning.replicas.learned == 1
     assert [decision.learned for _, decision in replicas.take()] == [
         (LearnedPrompt(A, b"tokens"),),
         (),

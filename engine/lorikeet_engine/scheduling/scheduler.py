@@ -408,7 +408,8 @@ class Scheduler:
             return self._limits.tokens
         foreground = [sequence for sequence in active if not sequence.background]
         if not foreground:
-            return min(self._limits.tokens, step_budget.background_tokens_alone())
+            longest = max((sequence.decode_tokens for sequence in active), default=1)
+            return min(self._limits.tokens, max(step_budget.background_tokens_alone(), longest))
         rows = sum(sequence.decode_tokens for sequence in foreground if sequence.decodes)
         return step_budget.background_tokens(rows)
 

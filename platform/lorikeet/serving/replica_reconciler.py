@@ -53,8 +53,11 @@ class ReplicaReconciler:
 
     @property
     def replicas(self) -> ReplicaCount:
-        """Minimum number of replicas, and number of replicas that report."""
-        return ReplicaCount(self._min_replicas, len(self.reports))
+        """Minimum number of replicas, and number of replicas that report, with their learned
+        prompts.
+        """
+        learned = sum(len(each.learned) for each in self._decisions.values())
+        return ReplicaCount(self._min_replicas, len(self.reports), learned)
 
     async def survey(self) -> None:
         """Collect all replicas' reports, once a minute what their prompts begin with, and note for
