@@ -296,27 +296,27 @@ class BorderTraffic(HostedTraffic):
 
 
 class TestTraffic(Traffic.TestCase):
-    settings = settings(max_examples=25, stateful_step_count=40, deadline=None)
+    settings = settings(max_examples=10, stateful_step_count=40, deadline=None)
 
 
 class TestOverlappedTraffic(OverlappedTraffic.TestCase):
-    settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+    settings = settings(max_examples=12, stateful_step_count=40, deadline=None)
 
 
 class TestDraftedTraffic(DraftedTraffic.TestCase):
-    settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+    settings = settings(max_examples=12, stateful_step_count=40, deadline=None)
 
 
 class TestDraftedStates(DraftedStates.TestCase):
-    settings = settings(max_examples=30, stateful_step_count=40, deadline=None)
+    settings = settings(max_examples=10, stateful_step_count=40, deadline=None)
 
 
 class TestStatefulTraffic(StatefulTraffic.TestCase):
-    settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+    settings = settings(max_examples=12, stateful_step_count=40, deadline=None)
 
 
 class TestWindowedTraffic(WindowedTraffic.TestCase):
-    settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+    settings = settings(max_examples=12, stateful_step_count=40, deadline=None)
 
 
 @pytest.mark.soak
