@@ -80,7 +80,7 @@ def test_a_tenant_without_a_goal_is_not_pinned():
 @pytest.mark.parametrize(
     ("needs", "why"),
     [
-        (needs_of(replace(CROWD, lengths=AZURE_CONV), ttft_p99_s=0.05), "6,.* tokens or more"),
+        (needs_of(replace(CROWD, lengths=AZURE_CONV), ttft_p99_s=0.05), "7,.* tokens or more"),
         (needs_of(replace(RARE, ttft_p99_s=0.001)), "rare: .* p99 ≤ 1 ms"),
         (needs_of(CROWD, inter_token_p99_s=0.004), "gets a token every 4.2 ms"),
         (needs_of(replace(CROWD, ranks=(1024,)), ttft_p99_s=1.0), "5.0 GiB does not fit"),
