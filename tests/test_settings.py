@@ -104,7 +104,7 @@ def test_each_base_model_may_override_settings():
         ("LORIKEET_OTLP_TRACES_ENDPOINT", "collector:4318", "http://collector:4318"),
         ("LORIKEET_TRACES_SAMPLING_RATIO", "1.5", "less than or equal to 1"),
         ("LORIKEET_INTER_TOKEN_GOAL_MS", "0", "greater than 0"),
-        ("LORIKEET_SPECULATION", "eagle", "'off', 'lookup' or 'mtp'"),
+        ("LORIKEET_SPECULATION", "eagle", "'off', 'lookup', 'mtp' or 'draft'"),
         ("LORIKEET_INTER_TOKEN_GOAL_MS", "soon", "number"),
     ],
 )

@@ -12,6 +12,7 @@ from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.costs import MeasuredCosts, StepCosts, seen_tokens
 from lorikeet_engine.errors import (
     AdapterDamaged,
+    DeviceLost,
     EngineClosed,
     EngineError,
     NotFinite,
@@ -89,7 +90,10 @@ class Engine:
         self._input_processor = InputProcessor(self.info, settings.page_size, grammars)
         self._sampler, self._step_budget = parts.sampler, parts.step_budget
         self._in_flight: steps.InFlightStep | None = None
+        self._draft: AdapterRef | None = None  # the draft LoRA
+        self._leased_draft: str | None = None  # digest of the draft LoRA that the engine leases
         self._counters = StepCounters()
+        self._border = parts.border
         self._kept_names: Collection[str] | None = None  # since the last step, if any came
         self._reset()
         self._next_step_s: float | None = None  # seconds until adapters need a step
@@ -155,10 +159,13 @@ class Engine:
         self._next_step_s = self._tiers.advance()
         self._drop_damaged(self._tiers.take_damaged())
         self._fail(self._deadlines.take_missed())
+        self._lease_draft()
         if self._page_copies is not None:
             self._drop_prompts()
             self._page_copies.before_plan(self._cache)
         plan = self._scheduler.plan(self._step_budget)
+        if self._border is not None:
+            self._border.after_plan(self._cache, self._scheduler.lacks_pages)
         if self._page_copies is not None:
             self._page_copies.after_plan(self._cache)
         self._fail({s.request.request_id: error for s, error in plan.failed.items()})
@@ -194,18 +201,32 @@ class Engine:
         """Return the nearest tier that holds an adapter now."""
         return self._tiers.residency(ref)
 
-    def pin(self, ref: AdapterRef, tier: Residency = Residency.GPU, passing: bool = False) -> None:
+    def pin(
+        self,
+        ref: AdapterRef,
+        tier: Residency = Residency.GPU,
+        passing: bool = False,
+        draft: bool = False,
+    ) -> None:
         """Load an adapter up to `tier` and keep it there until `unpin`.
 
         passing: whether the pin is temporary, so that the adapter's image, its packed weights, is
             not written to the disk.
+        draft: whether the adapter drafts tokens of all answers from now on, if the settings say
+            speculation=draft, in place of an earlier one.
         """
         self._tiers.pin(ref, tier, passing)
+        if draft:
+            self._draft = ref
+        elif self._draft is not None and self._draft.digest == ref.digest:
+            self._draft = None
         self.wake()
 
     def unpin(self, digest: str) -> None:
         """Remove an adapter's pin, so that the adapter may be evicted."""
         self._tiers.unpin(digest)
+        if self._draft is not None and self._draft.digest == digest:
+            self._draft = None
         self.wake()
 
     def keep_prompts(self, names: Collection[str]) -> Collection[str] | None:
@@ -260,6 +281,7 @@ class Engine:
             tensor_parallel=self.info.tensor_parallel,
             states=_state_usage(cache.states, self._state_bytes),
             host_pages=_host_usage(cache, counters),
+            border=None if self._border is None else self._border.status,
         )
 
     def report(self) -> EngineStatus:
@@ -300,13 +322,16 @@ class Engine:
 
     def _reset(self) -> None:
         s, windows = self._settings, self._runner.kv_windows
-        limits = SchedulerLimits(s.max_batch_tokens, s.max_running, s.max_batch_adapters)
+        adapters = s.max_batch_adapters - (s.speculation == "draft")
+        limits = SchedulerLimits(s.max_batch_tokens, s.max_running, adapters)
         slots, counts = self._runner.state_slots, self._counters.states
         states = StatePool(slots, s.max_running, counts) if slots else None
         host = self._host_pages(len(windows))
         self._cache = KVCache(
             self._kv_pages, s.page_size, windows, s.max_batch_tokens, states, *host
         )
+        if self._border is not None:
+            self._border.reset(self._cache)
         costs, counters = self.info.step_costs, self._counters
         drafts = self._parts.draft_budget
         self._scheduler = Scheduler(limits, self._cache, self._tiers, costs, counters, drafts)
@@ -317,14 +342,16 @@ class Engine:
         nets.
 
         Both are None if the engine has no host memory for pages; the latter is None, too, if the
-        model has no delta nets. Copies to the pages of an earlier cache are abandoned first.
+        model has no delta nets. Copies to the pages of an earlier cache are abandoned first; raises
+        DeviceLost if they do not end.
 
         groups: number of groups of layers, each of which has its own KV pages.
         """
         copies, costs = self._page_copies, self.info.step_costs
         if copies is None:
             return None, None
-        copies.abandon()  # copies to pages of an earlier cache
+        if not copies.abandon() and not self._requests.closed:
+            raise DeviceLost("copies of KV pages have not ended within 10 s")
 
         def fetch_s(size: int) -> float:
             return self._tiers.load_costs().load_s(Residency.HOST, size)
@@ -375,6 +402,8 @@ class Engine:
             self._cache.forget_adapter(digest)
             if self._parts.draft_budget is not None:
                 self._parts.draft_budget.answers.forget_adapter(digest)
+            if digest == self._leased_draft:  # changed no token: drafts are verified
+                self._release_draft()
             for sequence in (*self._scheduler.running, *self._scheduler.waiting):
                 used = sequence.adapter.members if sequence.adapter else ()
                 if digest not in [member.digest for member in used]:
@@ -385,6 +414,23 @@ class Engine:
                 else:
                     sequence.release()
         self._fail(failed)
+
+    def _lease_draft(self) -> None:
+        """Draft with the pinned draft LoRA once it is on the GPU, and no longer with another."""
+        budget, ref = self._parts.draft_budget, self._draft
+        wanted = None if ref is None else ref.digest
+        if budget is None or self._settings.speculation != "draft" or wanted == self._leased_draft:
+            return
+        self._release_draft()
+        if ref is not None and self._tiers.residency(ref) is Residency.GPU:
+            budget.adapter = self._tiers.lease(ref)
+            self._leased_draft = None if budget.adapter is None else wanted
+
+    def _release_draft(self) -> None:
+        budget = self._parts.draft_budget
+        if budget is not None and budget.adapter is not None:
+            budget.adapter.release()
+            budget.adapter = self._leased_draft = None
 
     def _compute(
         self, plan: StepPlan, previous: steps.InFlightStep | None
@@ -438,7 +484,7 @@ class Engine:
                 chunk = self._scheduler.verified(chunk, accepted, forced)
             tokens, logprobs = sampled.delivered(row, sequence, accepted)
             self._scheduler.written(chunk)
-            predicted = sampled.predicted[row + accepted] if sampled.predicted else None
+            predicted = sampled.predicted.get(row + accepted, ())
             finish = sequence.accept(sampled.tokens[row + accepted], predicted)
         except BaseException as error:  # of the grammar, perhaps a panic in Rust: others go on
             if isinstance(error, NotFinite):

@@ -49,6 +49,8 @@ class EngineSettings:
     max_batch_adapters: maximum number of distinct adapters in one step.
     adapter_gpu_bytes: size of the adapters' memory on the GPU: bytes, or a MemoryShare of the
         memory that the base model's weights leave free on the device.
+    moving_border: whether the adapters borrow memory from the KV cache while they need it more
+        (execution/border.py); adapter_gpu_bytes is then what they have at least.
     inter_token_goal_s: goal for the seconds of a step with decodes. It limits the step's prompt
         tokens and the sum of its adapters' ranks, but always allows one adapter and 128 prompt
         tokens. None: no goal.
@@ -56,8 +58,8 @@ class EngineSettings:
         wait for the host. A CPU gains nothing, and each token waits for one more step.
     speculation: `lookup` drafts tokens of answers that repeat their prompts, themselves or recent
         answers of their adapter, and verifies several in a step; the tokens of answers stay the
-        same. `mtp` also drafts one token by the checkpoint's head for multi-token prediction.
-        `off`: no drafts.
+        same. `mtp` also drafts one token by the checkpoint's head for multi-token prediction,
+        `draft` up to eight by an adapter pinned as draft (Engine.pin). `off`: no drafts.
     tensor_parallel: number of this machine's GPUs that share the base model, each holding a part of
         it; kv_bytes, state_bytes and adapter_gpu_bytes are those of each GPU. On a CPU, the number
         of processes.
@@ -81,6 +83,7 @@ class EngineSettings:
     max_running: int = 256
     max_batch_adapters: int = 128
     adapter_gpu_bytes: Memory = 64 << 20
+    moving_border: bool = False
     adapter_host_bytes: int = 256 << 20
     adapter_disk_bytes: int = 4 << 30
     max_rank: int = 64
@@ -100,8 +103,14 @@ class EngineSettings:
             raise SettingsError(f"kv_dtype={self.kv_dtype!r}: want auto or fp8")
         if self.state_dtype not in ("float32", "bfloat16"):
             raise SettingsError(f"state_dtype={self.state_dtype!r}: want float32 or bfloat16")
-        if self.speculation not in ("off", "lookup", "mtp"):
-            raise SettingsError(f"speculation={self.speculation!r}: want off, lookup or mtp")
+        if self.speculation not in ("off", "lookup", "mtp", "draft"):
+            raise SettingsError(f"speculation={self.speculation!r}: want off, lookup, mtp or draft")
+        if self.speculation == "draft" and self.max_batch_adapters < 2:
+            raise SettingsError(
+                f"speculation=draft, max_batch_adapters={self.max_batch_adapters}: want at least "
+                "2, as the draft LoRA is one of a step's adapters",
+                field="max_batch_adapters",
+            )
         if self.speculation == "mtp" and self.tensor_parallel > 1:
             raise SettingsError(
                 f"speculation=mtp, tensor_parallel={self.tensor_parallel}: the MTP head is served "

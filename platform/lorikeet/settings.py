@@ -228,6 +228,13 @@ class Settings(BaseModel):
         description="local disk of each replica, in LORIKEET_CACHE_DIR, for KV pages that leave "
         "LORIKEET_KV_HOST_MEMORY; gone when the replica ends (operations.md); not set: none",
     )
+    learned_prompts: int = Field(
+        0,
+        ge=0,
+        description="most adapters of each base model for which replicas compute what the last "
+        "day's prompts began with before users ask, after a start or a push (operations.md); 0: "
+        "nothing is learned",
+    )
     state_memory: Memory = Field(
         "auto",
         description="states of delta nets and Mamba 2 on each device, before the KV cache: bytes, "
@@ -238,7 +245,13 @@ class Settings(BaseModel):
     adapter_gpu_memory: Memory = Field(
         "auto",
         description="slot pool, the adapters' memory on each device: bytes, or a share such as 20% "
-        "of the memory that the weights leave; auto: 10% on cuda, 64MiB on cpu",
+        "of the memory that the weights leave; auto: 10% on cuda, 64MiB on cpu; with a moving "
+        "border 2.5% and 16MiB",
+    )
+    moving_border: bool = Field(
+        False,
+        description="adapters borrow memory of the KV cache while they need it more, and give it "
+        "back; LORIKEET_ADAPTER_GPU_MEMORY is then the least that they have (operations.md)",
     )
     adapter_host_memory: Bytes = Field(
         256 * 2**20,
@@ -280,12 +293,13 @@ class Settings(BaseModel):
         "adapters and the prompt tokens beside decodes, but one adapter always runs; not set: no "
         "goal",
     )
-    speculation: Literal["off", "lookup", "mtp"] = Field(
+    speculation: Literal["off", "lookup", "mtp", "draft"] = Field(
         "off",
         description="lookup: verify several tokens of an answer in one step, drafted from what "
         "followed the same tokens earlier in its prompt or output, or in the adapter's recent "
         "answers to its tenant; answers stay the same (operations.md). mtp: lookup, and drafts of "
-        "the base model's own MTP head, which Qwen 3.5's checkpoints have",
+        "the base model's own MTP head, which Qwen 3.5's checkpoints have. draft: lookup, and "
+        "drafts of the adapter of `lorikeet pin --draft`",
     )
     usage_flush_s: float = Field(
         15.0,
@@ -338,7 +352,8 @@ class Settings(BaseModel):
         None,
         min_length=1,
         description="where each gateway writes one line of JSON for each change that an admin's "
-        "key asks for: a file of its machine, to which lines are appended, or stdout "
+        "key asks for: a file of its machine, to which lines are appended, or stdout; or the "
+        "address of an OpenTelemetry collector, such as http://collector:4318, for OTLP logs "
         "(operations.md); not set: nowhere",
     )
     oidc: Annotated[OidcIssuer | None, BeforeValidator(parse_oidc_issuer)] = Field(

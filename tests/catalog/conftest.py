@@ -57,6 +57,7 @@ def register(catalog: AdapterCatalog, tmp_path: Path) -> Register:
             max_rank=8,
             base_model="demo",
             gpu_bytes=len(data),
+            head=options.pop("head", None),  # type: ignore[arg-type]
         )
         given = {"actor": "ann"} | options
         return catalog.register(tenant, name, blob, facts, **given)  # type: ignore[arg-type]

@@ -19,7 +19,7 @@ from lorikeet.errors import (
     UnknownTenant,
 )
 from lorikeet.request_defaults import RequestDefaults
-from lorikeet_engine.adapter import Residency
+from lorikeet_engine.adapter import Head, Residency
 
 Register = Callable[..., VersionRecord]
 
@@ -217,11 +217,39 @@ def test_a_pins_prompt_stays_until_it_is_removed(
         catalog.remove_prompt("acme", "support", actor="bob")
 
 
+def test_a_draft_is_one_adapter_on_all_gpus_and_its_base_models_only_one(
+    catalog: AdapterCatalog, register: Register
+) -> None:
+    register("acme/uno", b"1")
+    register("acme/other", b"2")
+    register("acme/head", b"3", head=Head(("SPAM", "HAM")))
+    catalog.pin("acme", "uno", draft=True, actor="ann")
+    catalog.reader.snapshot()
+    anew = CatalogReader(catalog.store)
+    anew.refresh()
+    reread = anew.ask(lambda state: state.pin_of("acme", "uno"))
+    assert reread is not None
+    assert reread.draft
+    assert reread.prompt is None
+
+    catalog.pin("acme", "uno", draft=True, priority=1, actor="ann")
+    with pytest.raises(Conflict, match=r"acme/uno@prod drafts for this base model already"):
+        catalog.pin("acme", "other", draft=True, actor="ann")
+    catalog.pin("acme", "uno", actor="ann")
+    with pytest.raises(InvalidInput, match=r"acme/head@1 has a classification head"):
+        catalog.pin("acme", "head", draft=True, actor="ann")
+    catalog.pin("acme", "other", draft=True, actor="ann")
+    for name, more in ((None, {}), ("uno", {"replicas": 1}), ("uno", {"tier": Residency.HOST})):
+        with pytest.raises(InvalidInput, match="on the GPUs of all replicas"):
+            catalog.pin("acme", name, draft=True, actor="ann", **more)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("change", "schema"),
     [
         (Pinned(tenant="acme", name="support"), 1),
         (Pinned(tenant="acme", name="support", prompt="You are a clerk."), 2),
+        (Pinned(tenant="acme", name="support", draft=True), 2),
         (TenantOptionsSet(tenant="acme", options={"max_adapters": 1}), 1),
         (TenantOptionsSet(tenant="acme", options={"cost_per_month": 1.0}), 2),
         (TenantOptionsSet(tenant="acme", options={"open_batches": 1}), 2),

@@ -152,6 +152,8 @@ def test_a_kv_cache_of_few_tokens_needs_more_replicas(tmp_path: Path) -> None:
         ('gpu = "3GiB"', "", "memory.gpu is missing"),
         ("[memory]", "[memory]\nkv_tokens = 8191", "want traffic.context=8192 or more"),
         ("[memory]", "[memory]\nkv_tokens = 0", "memory.kv_tokens=0"),
+        ("[memory]", '[memory]\nkv_host = "1GiB"', "want memory.kv_tokens, too"),
+        ("adapters = 300", "adapters = 300\nsystem_tokens = 4096", "less than half of"),
         ('gpu = "3GiB"', 'gpu = "much"', "want a size such as 512MiB"),
         ('"zipf:0.8"', '"zipf"', "want distinct, uniform, identical or zipf:<exponent>"),
         ("[60, 120]", "[120, 60]", "want [p50, p99], the smaller first"),

@@ -61,6 +61,11 @@ def test_pins_are_listed_and_removed(registered: Lorikeet) -> None:
     assert json.loads(registered.do("pins", "--json")) == {"data": []}
 
 
+def test_a_draft_is_shown(registered: Lorikeet) -> None:
+    registered.do("pin", "acme/support", "--draft")
+    assert "gpu, drafts" in registered.do("pins")
+
+
 def test_a_pins_prompt_is_read_shown_and_removed(registered: Lorikeet, tmp_path: Path) -> None:
     file = tmp_path / "prompt.txt"
     file.write_text("You are a clerk.\n")

@@ -13,6 +13,7 @@ from peft.tuners.lora.loraga import preprocess_loraga
 
 from tests.corpus.draft import Draft
 from tests.corpus.features import EQUAL, Axis, Feature
+from tests.engine.peft_adapters import saved
 
 EVERY_LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 _SOME_LINEARS = ["q_proj", "down_proj"]
@@ -23,7 +24,7 @@ def save(draft: Draft, config: peft.PeftConfig | None = None, **options: Any) ->
     with _seeded(draft):
         model = peft.get_peft_model(draft.base.model(), config or lora(draft, **options))
         grow(model)
-        model.save_pretrained(draft.folder)
+        saved(model, draft.folder)
 
 
 def by_peft(name: str, says: str = EQUAL, **options: Any) -> Feature:

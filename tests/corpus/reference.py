@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -40,15 +41,20 @@ class Reference:
                     deltas |= _by_linear(module_name, parameter, delta)
         return deltas
 
-    @torch.inference_mode()
     def logprobs(self, prompt: Sequence[int], answer: Sequence[int]) -> torch.Tensor:
         """Return log probabilities [tokens, vocab] of the next token after each token of a prompt
         and its answer.
         """
-        tokens = [*prompt, *answer]
-        activated = activation(self.model, list(prompt), len(tokens))
-        logits: torch.Tensor = self.model(input_ids=torch.tensor([tokens]), **activated).logits[0]
-        return logits.log_softmax(-1)
+        return _logprobs(self.model, tuple(prompt), tuple(answer))
+
+
+@lru_cache(maxsize=16)  # many cases ask the same of the base model
+@torch.inference_mode()
+def _logprobs(model: Any, prompt: tuple[int, ...], answer: tuple[int, ...]) -> torch.Tensor:
+    tokens = [*prompt, *answer]
+    activated = activation(model, list(prompt), len(tokens))
+    logits: torch.Tensor = model(input_ids=torch.tensor([tokens]), **activated).logits[0]
+    return logits.log_softmax(-1)
 
 
 def _by_linear(module: str, parameter: str, delta: torch.Tensor) -> dict[str, torch.Tensor]:

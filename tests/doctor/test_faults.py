@@ -207,6 +207,13 @@ PLANTED = {
         "free",
         r"LORIKEET_ADAPTER_DISK=\d+MiB",
     ),
+    "KV pages on the disk larger than the disk": Fault(
+        "disk cache",
+        {"more": {"LORIKEET_KV_HOST_MEMORY": "1MiB", "LORIKEET_KV_DISK": "900000GiB"}},
+        PROBLEM,
+        "of them for KV pages",
+        "a smaller LORIKEET_KV_DISK, or LORIKEET_CACHE_DIR",
+    ),
     "a cache folder below a file": Fault(
         "disk cache",
         variable("CACHE_DIR", f"{__file__}/cache"),
@@ -663,7 +670,7 @@ def test_a_readable_folder_to_load_from_is_no_fault(patient: Patient) -> None:
 def test_an_audit_stream_and_a_providers_keys_are_no_faults(
     patient: Patient, tmp_path: Path
 ) -> None:
-    for name in (str(tmp_path / "audit"), "stdout"):
+    for name in (str(tmp_path / "audit"), "stdout", "http://collector:4318"):
         assert faults(patient.examined("audit stream", **variable("AUDIT_LOG", name))) == []
     with running_issuer() as (_, url):
         issuer = variable("OIDC", f"issuer=https://id,audience=lorikeet,jwks={url}")

@@ -197,7 +197,10 @@ class CheckedEngine:
         assert not self.engine._requests.open_choices
         assert self.engine._sampler.penalties.free == self.slots
         cache = self.engine._cache
-        assert sorted(cache.take(cache.pages)) == list(range(cache.pages))
+        there = [page for page, gone in enumerate(cache._withdrawn) if not gone]
+        assert sorted(cache.take(cache.pages)) == there
+        while self.fetches.work:  # pages that the last step began to write to the disk
+            self.fetch()
 
     def _check(self, output: Tokens) -> None:
         name, choice = output.request_id, output.choice

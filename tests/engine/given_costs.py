@@ -27,7 +27,8 @@ _COSTS = StepCosts(  # about those of a model of two layers and 64 columns
 def given_costs() -> Iterator[None]:
     """Give engines that start in the block the costs of steps, which take 0.1 s to measure."""
 
-    def costs(runner: Any, kv_pages: int, arena: Any, shape: Any, of: EngineSettings) -> StepCosts:
+    def costs(runner: Any, kv_pages: int, *parts: Any) -> StepCosts:
+        of: EngineSettings = parts[-1]
         steps, tokens = StepTimer(runner, kv_pages, of), of.max_batch_tokens
         windows = {"window": steps.window, "windowed": steps.windowed}
         return replace(_COSTS, step_tokens=tokens, max_running=of.max_running, **windows)

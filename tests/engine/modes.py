@@ -30,3 +30,22 @@ def modes(
         pytest.param(each, id=name, marks=[] if name in often else pytest.mark.soak)
         for name, each in settings.items()
     ]
+
+
+def in_worlds(worlds: Collection[str], modes: Collection[Any], on_ranks: str) -> list[Any]:
+    """Return a parameter of each world in each mode, for the arguments "world" and "settings".
+
+    on_ranks: the only world that runs on two ranks in `make test`, as ranks cost three times as
+        much; `tests/engine/parallel` compares every family's ranks with one process.
+    """
+    rare = {(world, "on two ranks") for world in worlds if world != on_ranks}
+    return [
+        pytest.param(
+            world,
+            *mode.values,
+            id=f"{world}-{mode.id}",
+            marks=pytest.mark.soak if (world, mode.id) in rare else mode.marks,
+        )
+        for world in worlds
+        for mode in modes
+    ]

@@ -55,10 +55,10 @@ def save_adapter(checkpoint: Path, folder: Path, seed: int = 0, **lora: Any) -> 
                 weight.data += torch.randn_like(weight) / 10
             if "trainable_tokens_delta" in name or "modules_to_save" in name:
                 weight.data += torch.randn_like(weight) * weight.std()
-    return _saved(model, folder)
+    return saved(model, folder)
 
 
-def _saved(model: Any, folder: Path) -> Path:
+def saved(model: Any, folder: Path) -> Path:
     """Save a PEFT model without its model card, which would take longer than the weights."""
     with patch.object(model, "create_or_update_model_card"):
         model.save_pretrained(folder)
@@ -84,7 +84,7 @@ def save_embedder(checkpoint: Path, folder: Path, seed: int = 0, **lora: Any) ->
         for name, weight in model.named_parameters():
             if "lora_B" in name:
                 weight.data.normal_(0.0, 0.1)
-    return _saved(model, folder)
+    return saved(model, folder)
 
 
 def classifier(checkpoint: Path, labels: int) -> Any:
@@ -108,7 +108,7 @@ def save_head(checkpoint: Path, folder: Path, labels: int, seed: int = 0, **lora
                 weight.data.normal_(0.0, 0.1)
             if "modules_to_save" in name:
                 weight.data.normal_(0.0, 0.5)
-    return _saved(model, folder)
+    return saved(model, folder)
 
 
 def invoking(ids: list[int], invocation: Sequence[int]) -> list[int]:

@@ -63,6 +63,7 @@ class PeftWorld:
             )
             for i, name in enumerate(self.names)
         }
+        self.model = cache(self._load)
         self.expected = {None: self.generated(self.model(None), self.prompts[None])}
         for seed, (name, lora) in enumerate(adapters.items()):
             save_adapter(checkpoint, folder / name, seed, **lora)
@@ -73,7 +74,7 @@ class PeftWorld:
             self.expected[name] = self.generated(self.model(name), self.prompts[name])
         self.logits = cache(self._logits)
 
-    def model(self, name: str | None) -> Any:
+    def _load(self, name: str | None) -> Any:
         """Load PEFT's model of an adapter or a composition from the adapters' folders."""
         model = loaded(self.checkpoint)
         if name in self._compositions:
@@ -131,19 +132,19 @@ class MoeWorld(PeftWorld):
             self.expected[name] = self.generated(self.model(name), self.prompts[name])
             self.names = (*self.names, name)
 
-    def model(self, name: str | None) -> Any:
+    def _load(self, name: str | None) -> Any:
         """Load the model of an adapter: PEFT's, or a merged one if PEFT cannot read the adapter."""
         if name == "shared":
             return self._merged_with_shared()
         if name != "linear_router":
-            return super().model(name)
-        model = super().model(None)
+            return super()._load(name)
+        model = super()._load(None)
         for parameter, delta in self._router_deltas.items():
             model.get_parameter(parameter).data += delta
         return model
 
     def _merged_with_shared(self) -> Any:
-        model = super().model(None)
+        model = super()._load(None)
         deltas = shared_deltas(self.folder / "shared", _SHARED_ALPHA / _SHARED_RANK)
         for path, delta in deltas.items():
             experts, _, linear = path.removeprefix("base_model.model.").rpartition(".")

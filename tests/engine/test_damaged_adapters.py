@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 PROMPT = tuple(range(3, 43))
 SHORT = SamplingParams(8, temperature=0.0, ignore_eos=True)
-LONG = SamplingParams(1000, temperature=0.0, ignore_eos=True)
+LONG = SamplingParams(300, temperature=0.0, ignore_eos=True)
 
 
 class Served(Answers):
@@ -72,7 +72,7 @@ def damage(engine: Engine, ref: AdapterRef) -> None:
 
 @pytest.fixture(autouse=True)
 def _often(monkeypatch):
-    monkeypatch.setattr(image_checks, "EVERY_STEPS", 32)
+    monkeypatch.setattr(image_checks, "EVERY_STEPS", 16)
 
 
 @pytest.fixture(params=[True, False], ids=["overlapped", "read_at_once"])

@@ -33,7 +33,7 @@ ADAPTERS = {
 }
 # Delta nets, whose states are cached, and latent attention.
 FAMILIES = ("llama", "qwen3", "gemma2", "qwen3_5_text", "deepseek_v3_whole_queries")
-OFTEN = {"llama": (*MODES,), "qwen3": ("in_chunks",), "qwen3_5_text": ("in_chunks",)}
+OFTEN = {"llama": ("preempted",), "qwen3": ("churn",), "qwen3_5_text": ("in_chunks",)}
 CASES = [
     pytest.param(family, mode, marks=[] if mode in OFTEN.get(family, ()) else pytest.mark.soak)
     for family in FAMILIES

@@ -48,7 +48,7 @@ MODES: dict[str, dict[str, Any]] = {
 }
 # Delta nets, latent attention, experts, and caps of logits, which heads lack.
 FAMILIES = ("llama", "qwen3", "gemma2", "qwen3_5_text", "deepseek_v3_whole_queries", "gpt_oss")
-OFTEN = {"llama": (*MODES,), "qwen3": ("in_chunks",), "qwen3_5_text": ("in_chunks",)}
+OFTEN = {"llama": ("at_ease", "preempted"), "qwen3": ("churn",), "qwen3_5_text": ("in_chunks",)}
 CASES = [
     pytest.param(family, mode, marks=[] if mode in OFTEN.get(family, ()) else pytest.mark.soak)
     for family in FAMILIES

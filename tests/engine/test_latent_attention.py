@@ -18,7 +18,7 @@ from lorikeet_engine.parallel.shard import Shard
 from tests.engine.conftest import LATENT, save_all
 from tests.engine.engine_driver import Answers, build
 from tests.engine.models.test_models import Run, prompt_of, reference
-from tests.engine.modes import modes
+from tests.engine.modes import in_worlds, modes
 from tests.engine.moe_adapters import BOTH
 from tests.engine.peft_world import PeftWorld, ask
 from tests.engine.tiny_engine import SETTINGS
@@ -54,7 +54,12 @@ def world(request, tiny_checkpoints, tmp_path_factory):
     return PeftWorld(checkpoint, folder, adapters, tokens=12, longer=29)
 
 
-@pytest.mark.parametrize("settings", modes(30, 400))
+@pytest.mark.parametrize(
+    ("world", "settings"),
+    in_worlds(BASES, modes(30, 400), on_ranks="deepseek_v2"),
+    indirect=["world"],
+    scope="module",
+)
 @pytest.mark.usefixtures("forked_followers")
 def test_adapters_equal_peft_in_one_batch(world, tmp_path, close_later, settings):
     sizes = {"max_running": 9, "max_batch_adapters": 9, **settings}

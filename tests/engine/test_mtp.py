@@ -131,15 +131,15 @@ def test_a_request_that_comes_meanwhile_waits_for_no_head(make, eager):
 @pytest.mark.parametrize("draws", [512, pytest.param(100_000, marks=pytest.mark.soak)])
 def test_drawn_tokens_follow_the_same_distribution(draws, make, head_alone):
     """With and without the head, the tokens are drawn by other seeds."""
-    told, sizes = [], {"max_running": 256, "max_batch_tokens": 2048}
+    told, sizes = [], {"max_batch_tokens": 512, "state_bytes": 64 << 20}
     params = {"temperature": 1.0, "top_k": 4, "ignore_eos": True}
     for speculation in ("off", "mtp"):
         answers = Answers(make(speculation=speculation, **sizes), within_s=3600.0)
-        for at in range(-(-draws // 128)):
+        for at in range(-(-draws // 32)):
             asked = SamplingParams(5, seed=1000 * at + 500 * len(told), **params)
-            answers.submit(Request(f"{at}", (tuple(prompt(9)),), asked, 128))
+            answers.submit(Request(f"{at}", (tuple(prompt(9)),), asked, 32))
             answers.all()
         told.append([tuple(tokens[2:]) for tokens in answers.tokens.values()])
     assert_drawn_alike(*told)
     drafted, accepted = counts(answers.engine.status())
-    assert 0 < accepted < drafted
+    assert 50 < accepted < drafted - 50

@@ -172,10 +172,10 @@ SCALED = ("longrope", "yarn")
 WORLDS = (*FAMILIES, *(f"tied {family}" for family in TIED), *SCALED, *MOE)
 # Granite's embeddings and logits have multipliers; longrope's model is Phi 3, with fused linears.
 OFTEN = {
-    "llama": (*MODES,),
+    "llama": ("in_chunks", "preempted", "churn"),
     "tied granite": ("at_ease",),
     "longrope": ("in_chunks",),
-    "yarn": ("preempted",),
+    "yarn": ("few_adapters",),
     "qwen3_moe": ("at_ease", "churn"),
     "mixtral": ("few_adapters",),
 }
@@ -195,6 +195,8 @@ def worlds(tiny_checkpoints, tmp_path_factory):
         checkpoint, folder = tiny_checkpoints[name], tmp_path_factory.mktemp("world")
         if name in MOE:
             return MoeWorld(checkpoint, folder, EXPERTS, TOKENS)
+        if name in SCALED:
+            return PeftWorld(checkpoint, folder, LINEARS, TOKENS, longer=3)
         return PeftWorld(checkpoint, folder, DENSE, TOKENS, longer=3, compositions=COMPOSITIONS)
 
     return make

@@ -13,9 +13,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
-from lorikeet_engine.execution import batch_builder
+from lorikeet_engine.adapter import Residency
+from lorikeet_engine.device import border_memory
+from lorikeet_engine.execution import batch_builder, border
 from lorikeet_engine.execution.page_copies import RankPages
 from lorikeet_engine.request import SamplingParams
+from lorikeet_engine.scheduling.border_policy import BorderPolicy
 from lorikeet_engine.scheduling.host_pages import HostPages
 from lorikeet_engine.scheduling.kv_cache import KVCache
 from tests.engine.checked_engine import ADAPTER_BYTES, BROKEN, GOOD, OTHER, CheckedEngine
@@ -69,7 +72,7 @@ class Traffic(RuleBasedStateMachine):
         places=st.sampled_from((1, 2, 3)),
     )
     def begin(self, running, spare, kv_pages, places):
-        self.folder = Path(tempfile.mkdtemp())
+        self.folder, self.places = Path(tempfile.mkdtemp()), places
         self.checked = CheckedEngine(
             self.folder,
             kv_pages=kv_pages * (2 if len(self.windows) > 1 else 1),
@@ -130,7 +133,7 @@ class WindowedTraffic(Traffic):
 
 
 class HostedTraffic(OverlappedTraffic):
-    """Traffic whose pages go to the host and come back, some damaged, at any moment."""
+    """Traffic whose pages go to host and disk and come back, some damaged, at any moment."""
 
     @initialize(
         running=st.sampled_from((4, 5, 3, 2, 1)),
@@ -145,6 +148,7 @@ class HostedTraffic(OverlappedTraffic):
     def begin(self, running, spare, kv_pages, places, host_pages, room, windows, overlap):
         self.overlap, self.windows, self.patch = overlap, windows, pytest.MonkeyPatch()
         self.more = {"kv_host_bytes": host_pages * (2 * 4 * 4 * PAGE + 8)}
+        self.more |= {"kv_disk_bytes": 4096 * (160 // host_pages)}
         self.patch.setattr(HostPages, "pays", lambda *_: True)
         self.patch.setattr(RankPages, "room", room)
         super().begin(running, spare, kv_pages, places)
@@ -250,28 +254,69 @@ class StatefulTraffic(Traffic):
             self.patch.undo()
 
 
+class BorderTraffic(HostedTraffic):
+    """Traffic beside which memory moves between adapters and KV pages at any moment."""
+
+    @initialize(
+        running=st.sampled_from((4, 5, 3, 2)),
+        spare=st.sampled_from((20, 7, 3, 0)),
+        kv_pages=st.sampled_from((30, 20, 14)),
+        places=st.sampled_from((1, 2, 3)),
+        host_pages=st.sampled_from((0, 20, 0, 8)),
+        windows=st.sampled_from((WHOLE, WINDOWED)),
+        overlap=st.sampled_from((True, True, False)),
+    )
+    def begin(self, running, spare, kv_pages, places, host_pages, windows, overlap):
+        self.overlap, self.windows, self.patch = overlap, windows, pytest.MonkeyPatch()
+        self.more = {"kv_host_bytes": host_pages * (2 * 4 * 4 * PAGE + 8)}
+        self.more |= {"moving_border": True, "max_context": 24}
+        self.patch.setattr(HostPages, "pays", lambda *_: True)
+        self.patch.setattr(RankPages, "room", 20)
+        self.patch.setitem(border_memory.GRANULES, "cpu", 64)  # a unit is a page
+        self.patch.setattr(border, "EVERY_S", 0)
+        Traffic.begin(self, running, spare, kv_pages, places)
+        self.wanted = 0
+        self.patch.setattr(BorderPolicy, "decide", lambda *_: self.wanted)
+
+    @rule(units=st.sampled_from((1, -1, 5, -5, 0)), times=st.sampled_from((1, 3, 9)))
+    def move(self, units, times):
+        self.wanted = units
+        self.step(times)
+        used = self.checked.engine.status().border
+        gpu = self.checked.engine.status().tiers[Residency.GPU]
+        units = len(self.checked.engine._cache._references) + self.places * ADAPTER_BYTES // 128
+        assert used.arena_units + used.kv_units == units
+        assert gpu.capacity_bytes == 128 * used.arena_units >= self.places * ADAPTER_BYTES
+        assert used.kv_units >= units // 4
+
+    @rule(slot=st.integers(0, 39), word=st.integers(0, 15))
+    def spoil(self, slot, word):
+        if self.more["kv_host_bytes"]:
+            super().spoil(slot, word)
+
+
 class TestTraffic(Traffic.TestCase):
-    settings = settings(max_examples=25, stateful_step_count=40, deadline=None)
+    settings = settings(max_examples=10, stateful_step_count=40, deadline=None)
 
 
 class TestOverlappedTraffic(OverlappedTraffic.TestCase):
-    settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+    settings = settings(max_examples=12, stateful_step_count=40, deadline=None)
 
 
 class TestDraftedTraffic(DraftedTraffic.TestCase):
-    settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+    settings = settings(max_examples=12, stateful_step_count=40, deadline=None)
 
 
 class TestDraftedStates(DraftedStates.TestCase):
-    settings = settings(max_examples=30, stateful_step_count=40, deadline=None)
+    settings = settings(max_examples=10, stateful_step_count=40, deadline=None)
 
 
 class TestStatefulTraffic(StatefulTraffic.TestCase):
-    settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+    settings = settings(max_examples=12, stateful_step_count=40, deadline=None)
 
 
 class TestWindowedTraffic(WindowedTraffic.TestCase):
-    settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+    settings = settings(max_examples=12, stateful_step_count=40, deadline=None)
 
 
 @pytest.mark.soak
@@ -283,6 +328,16 @@ class TestMuchWindowedTraffic(WindowedTraffic.TestCase):
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 class TestMuchHostedTraffic(HostedTraffic.TestCase):
+    settings = settings(max_examples=4000, stateful_step_count=80, deadline=None)
+
+
+class TestBorderTraffic(BorderTraffic.TestCase):
+    settings = settings(max_examples=30, stateful_step_count=40, deadline=None)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+class TestMuchBorderTraffic(BorderTraffic.TestCase):
     settings = settings(max_examples=4000, stateful_step_count=80, deadline=None)
 
 

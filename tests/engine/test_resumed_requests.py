@@ -77,7 +77,10 @@ def made_until(answers, request_id, cut, choices=4):
 
 
 @pytest.mark.parametrize(
-    "family", ["llama", "mistral", "qwen3_5_text"], indirect=True, scope="module"
+    "family",
+    [pytest.param("llama", marks=pytest.mark.soak), "mistral", "qwen3_5_text"],
+    indirect=True,
+    scope="module",
 )
 def test_a_choice_goes_on_with_the_tokens_that_follow(
     make, family, tiny_checkpoints, shelf, tmp_path

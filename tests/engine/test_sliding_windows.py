@@ -60,7 +60,11 @@ def needs(engine):
 
 
 @pytest.mark.parametrize(
-    "mode", [pytest.param(m, marks=pytest.mark.soak if m == "at_ease" else []) for m in MODES]
+    "mode",
+    [
+        pytest.param(m, marks=[] if m in ("in_chunks", "preempted") else pytest.mark.soak)
+        for m in MODES
+    ],
 )
 def test_adapters_in_one_batch_give_pefts_answers(make, world, mode):
     engine = make(**MODES[mode])

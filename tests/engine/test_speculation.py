@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from lorikeet_engine.adapter import Composition
+from lorikeet_engine.costs import MOST_DRAFTED
 from lorikeet_engine.errors import SettingsError
 from lorikeet_engine.request import (
     DraftSource,
@@ -18,7 +19,7 @@ from lorikeet_engine.request import (
     SchedulingParams,
 )
 from lorikeet_engine.scheduling import draft_budget
-from lorikeet_engine.scheduling.draft_budget import MOST_DRAFTED, DraftBudget
+from lorikeet_engine.scheduling.draft_budget import DraftBudget
 from lorikeet_engine.scheduling.fairness import OUTPUT_TOKEN, PROMPT_TOKEN
 from tests.engine.descending_grammar import DescendingGrammars
 from tests.engine.engine_driver import (
@@ -32,6 +33,7 @@ from tests.engine.engine_driver import (
 )
 from tests.engine.half_right import draft_half_right
 from tests.engine.peft_adapters import invoking, save_adapter
+from tests.engine.sampling.draws import assert_drawn_alike
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -189,7 +191,7 @@ def test_all_features_answer_the_same(
         assert idle <= {"grammar", "stop", "kept stop"}  # those may stop early
 
 
-@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("overlap", [True, pytest.param(False, marks=pytest.mark.soak)])
 def test_grammars_answer_the_same(overlap, make, monkeypatch):
     """A fifth of the drafted tokens is wrong, and mostly one that the grammar does not allow."""
     told = []
@@ -345,6 +347,25 @@ def test_a_hybrid_goes_back_to_the_state_before_a_rejected_token(
     assert 100 < status.accepted_tokens < status.drafted_tokens - 20
 
 
+@pytest.mark.parametrize("draws", [512, pytest.param(100_000, marks=pytest.mark.soak)])
+def test_drawn_tokens_follow_the_same_distribution(draws, make, monkeypatch):
+    """Most drafts say the likeliest token. With and without them, other seeds draw."""
+    told = []
+    for speculation in ("off", "lookup"):
+        sizes = {"max_running": 256, "max_batch_tokens": 1024}
+        answers = Answers(make(speculation=speculation, **sizes), within_s=3600.0)
+        for at in range(draws // 64):
+            params = {**DRAWN, "seed": 1000 * at + 500 * len(told), "temperature": 2.0}
+            asked = SamplingParams(6, ignore_eos=True, **params)
+            answers.submit(Request(f"{at}", (tuple(prompt(9)),), asked, 64))
+            answers.all()
+        told.append([tuple(tokens[3:]) for tokens in answers.tokens.values()])
+        draft_half_right(monkeypatch, lambda *_: [11] * 6)
+    assert_drawn_alike(*told)
+    status = answers.engine.status()
+    assert 50 < status.accepted_tokens < status.drafted_tokens - 50
+
+
 def test_a_draft_lengthens_no_answer(make, eager):
     answers = Answers(make())
     for tokens in range(1, 24):
@@ -412,7 +433,7 @@ def test_drafts_come_from_answers_to_the_same_tenant_with_the_same_adapter_alone
 
 
 def test_an_unknown_speculation_is_refused(make):
-    with pytest.raises(SettingsError, match="speculation='eagle': want off, lookup or mtp"):
+    with pytest.raises(SettingsError, match="speculation='eagle': want off, lookup, mtp or draft"):
         make(speculation="eagle")
 
 

@@ -1,4 +1,4 @@
-"""Minimal OpenTelemetry collector that keeps the spans that it receives by OTLP over HTTP."""
+"""Minimal OpenTelemetry collector that keeps spans and logs that it receives by OTLP over HTTP."""
 
 import threading
 from collections.abc import Iterator
@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import ExportLogsServiceRequest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.common.v1.common_pb2 import KeyValue
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
@@ -38,6 +39,7 @@ class Collector:
     status: int = 200
     spans: list[Told] = field(default_factory=list)
     bodies: list[bytes] = field(default_factory=list)
+    logs: list[tuple[str, dict[str, Any]]] = field(default_factory=list)  # events, attributes
 
     def take(self, body: bytes) -> None:
         self.bodies.append(body)
@@ -45,6 +47,13 @@ class Collector:
             resource = _plain(group.resource.attributes)
             for scope in group.scope_spans:
                 self.spans += [_told(span, resource) for span in scope.spans]
+
+    def take_logs(self, body: bytes) -> None:
+        for group in ExportLogsServiceRequest.FromString(body).resource_logs:
+            for scope in group.scope_logs:
+                self.logs += [
+                    (each.event_name, _plain(each.attributes)) for each in scope.log_records
+                ]
 
     def of(self, trace_id: str) -> list[Told]:
         """Return a trace's spans, each before its children, in the order of time."""
@@ -61,8 +70,8 @@ def collecting() -> Iterator[Collector]:
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
-            assert self.path == "/v1/traces"
-            collector.take(self.rfile.read(int(self.headers["content-length"])))
+            take = {"/v1/traces": collector.take, "/v1/logs": collector.take_logs}[self.path]
+            take(self.rfile.read(int(self.headers["content-length"])))
             self.send_response(collector.status)
             self.send_header("content-length", "0")
             self.end_headers()

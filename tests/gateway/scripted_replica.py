@@ -12,11 +12,10 @@ from lorikeet.errors import InvalidInput
 from lorikeet.protocol.messages import AnswerHeader, Call, Refusal
 from lorikeet.replica.grammar_matcher import ModelGrammars
 from lorikeet.replica.request_builder import prepare_call
-from lorikeet.text.call_encoding import encode_call
 from lorikeet.text.choice import SaidChoice, SchemaCheck
 from lorikeet.text.grammars.schema_check import broken_keyword
 from lorikeet.text.grammars.schema_faults import AnswerSchema
-from lorikeet.text.prompts import PromptEncoder
+from lorikeet.text.prompts import PromptEncoder, encode_call
 from lorikeet_engine.request import FinishReason, PromptLogprobs, TokenLogprobs, Tokens
 from tests.gateway.conftest import Items
 

@@ -1,6 +1,6 @@
 """Requests in flight by adapter."""
 
-from lorikeet.gateway.adapter_uses import AdapterUses
+from lorikeet.gateway.pushing.pushed_versions import AdapterUses
 from lorikeet_engine.adapter import AdapterRef, Composition
 
 A, B = (AdapterRef("acme", name, 1, 64 * name) for name in "ab")

@@ -13,8 +13,10 @@ import pytest
 
 from lorikeet.catalog.records import KeyRecord, Scope
 from lorikeet.gateway.audit import AuditStream
+from tests.gateway.collector import collecting
 from tests.gateway.conftest import Gateway, chat, serving
 from tests.gateway.test_bad_requests import CHAT
+from tests.waiting import eventually
 
 
 @pytest.fixture
@@ -138,6 +140,35 @@ def test_a_line_that_standard_output_refuses_is_told_in_the_log(
         key = KeyRecord("key-1", None, frozenset({Scope.ADMIN}), "", 1.0)
         AuditStream("stdout", "g").write(key, "r", "POST /keys", "", 201, None)
     assert caplog.messages == ["audit_not_written"]
+
+
+def test_a_collector_gets_changes_as_otlp_logs(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with collecting() as collector:
+        stream = AuditStream(collector.url, "gateway-1")
+        with serving(tmp_path, audit=stream) as gateway:
+            answer = gateway.admin("POST", "/tenants", {"tenant": "initech"})
+            assert eventually(lambda: len(collector.logs) == 2)
+            collector.status = 400  # not 503, after which senders try again
+            gateway.admin("DELETE", "/pins/acme")
+            assert eventually(lambda: "audit_not_written" in caplog.messages)
+            collector.status = 200
+            gateway.admin("DELETE", "/pins/globex")  # sent at the end
+    assert [attributes["subject"] for _, attributes in collector.logs][-1] == "globex"
+    event, attributes = collector.logs[1]
+    assert event == "admin_action"
+    assert attributes.pop("key").startswith("key-")
+    assert attributes == {
+        "action": "POST /tenants",
+        "subject": "",
+        "result": "done",
+        "status": 201,
+        "made.tenant": "initech",
+        "key_name": "",
+        "request_id": answer.headers["x-request-id"],
+        "gateway": "gateway-1",
+    }
 
 
 def test_the_stream_can_be_standard_output() -> None:

@@ -2,6 +2,11 @@
 
 import asyncio
 import json
+import multiprocessing
+import os
+import random
+import subprocess
+import tempfile
 import threading
 import time
 from collections import Counter
@@ -161,6 +166,62 @@ async def test_another_gateway_goes_on_after_a_kill(
     assert outputs(store, batch, tmp_path) == ALL
 
 
+class Unsteady(Service):
+    """An application that answers some lines with an overload's error or a failure."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        code, status = random.choices(
+            [("", 200), ("overloaded", 503), ("generation_failed", 500)], (85, 7, 8)
+        )[0]
+        if not code:
+            await super().__call__(scope, receive, send)
+            return
+        headers = [(b"x-request-id", b"r")]
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        body = json.dumps({"error": {"code": code}}).encode()
+        await send({"type": "http.response.body", "body": body})
+
+
+def run_gateway(folder: Path) -> None:
+    async def main() -> None:
+        await run(LocalStore(folder), Unsteady(0.1))
+
+    asyncio.run(main())
+
+
+@pytest.mark.soak
+def test_kills_of_gateways_lose_no_line_of_ten_thousand_and_double_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two gateways one or both are killed, again and again."""
+    monkeypatch.setattr(runner, "DEAD_S", 3.0)
+    monkeypatch.setattr(runner, "_FIRST_WAIT_S", 0.05)
+    count, numbers, killed_at, kills = 10_000, random.Random(0), 0, 0
+    store, gateways, process = (
+        LocalStore(tmp_path),
+        list[Any](),
+        multiprocessing.get_context("fork"),
+    )
+    batch, batches = make(store, tmp_path, count=count), stores(store)[0]
+    while batches.mark(batch, ENDED) is None:
+        while len(gateways) < 2:
+            gateways.append(process.Process(target=run_gateway, args=(tmp_path,)))
+            gateways[-1].start()
+        time.sleep(0.2)
+        done = batches.json("acme", batch.id)["request_counts"]["completed"]
+        if killed_at + count // 15 <= done < count:
+            for gateway in numbers.sample(gateways, numbers.choice((1, 1, 2))):
+                gateway.kill()
+                gateway.join()
+                gateways.remove(gateway)
+            killed_at, kills = done, kills + 1
+    for gateway in gateways:
+        gateway.kill()
+        gateway.join()
+    assert kills >= 8
+    assert outputs(store, batch, tmp_path) == [str(number) for number in range(count)]
+
+
 @in_loop
 async def test_a_gateway_that_ends_in_order_commits_what_it_has_answered(
     store: ObjectStore, tmp_path: Path
@@ -238,6 +299,23 @@ async def test_batches_of_several_tenants_run_side_by_side(tmp_path: Path) -> No
     assert not any(batches.mark(batch, ENDED) for batch in made)
     await until(lambda: all(batches.mark(batch, ENDED) for batch in made))
     await end(task)
+
+
+@in_loop
+async def test_folders_of_killed_gateways_are_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    killed, lives = (tmp_path / f"lorikeet-batch-{pid}-x" for pid in (ended.pid, os.getpid()))
+    for folder in (killed, lives):
+        folder.mkdir()
+        (folder / "input").write_text("{}")
+    task = run(LocalStore(tmp_path / "store"), Service())
+    await until(lambda: not killed.exists())
+    await end(task)
+    assert (lives / "input").exists()
 
 
 @in_loop

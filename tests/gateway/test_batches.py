@@ -19,7 +19,13 @@ from openai.types import CreateEmbeddingResponse
 from lorikeet.batch_store import OPEN, RUNS, WINDOW_S
 from lorikeet.catalog.records import Scope
 from lorikeet.catalog.store.local import LocalStore
-from lorikeet.errors import Overloaded, RequestTooLarge, StoreError
+from lorikeet.errors import (
+    GenerationFailed,
+    Overloaded,
+    ReplicasLost,
+    RequestTooLarge,
+    StoreError,
+)
 from lorikeet.file_store import CONTENTS
 from lorikeet.gateway.batches import lines, runner
 from lorikeet.protocol.messages import Call, Refusal
@@ -397,17 +403,39 @@ def test_a_line_is_sent_again_while_the_service_is_overloaded(gateway: Gateway) 
     assert set(tried.values()) == {3}
 
 
-def test_a_line_that_the_service_always_fails_is_given_up(gateway: Gateway) -> None:
+def test_a_line_that_the_service_fails_for_a_while_is_answered(
+    gateway: Gateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def broken_at_first(call: Call) -> Items:
+        if len(gateway.engines.calls) < 20:
+            raise GenerationFailed("the end of the answer was lost")
+        async for item in repeat(call):
+            yield item
+
+    monkeypatch.setattr(runner, "_LONGEST_WAIT_S", 0.01)
+    gateway.engines.replay = broken_at_first
+    done = ended(gateway, make(gateway, [line("a")]))
+    assert done.request_counts.completed == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "attempts"),
+    [(RuntimeError("a bug"), 500, 8), (ReplicasLost("two"), 422, 3)],
+)
+def test_a_line_that_the_service_always_fails_is_given_up(
+    gateway: Gateway, monkeypatch: pytest.MonkeyPatch, error: Exception, status: int, attempts: int
+) -> None:
     async def broken(call: Call) -> Items:
-        raise RuntimeError("a bug")
+        raise error
         yield b""
 
+    monkeypatch.setattr(runner, "_PATIENCE_S", 0.0)
     gateway.engines.replay = broken
     done = ended(gateway, make(gateway, [line("a")]))
     assert done.status == "completed"
-    (error,) = read(gateway, done.error_file_id)
-    assert error["response"]["status_code"] == 500
-    assert len(gateway.engines.calls) == 8
+    (failed,) = read(gateway, done.error_file_id)
+    assert failed["response"]["status_code"] == status
+    assert len(gateway.engines.calls) == attempts
 
 
 def test_lines_are_refused_once_the_batchs_key_has_ended(gateway: Gateway) -> None:

@@ -18,9 +18,9 @@ from lorikeet.catalog.records import Scope
 from lorikeet.catalog.store.local import LocalStore
 from lorikeet.errors import InvalidInput, InvalidKey, RateLimited, UnknownModel
 from lorikeet.gateway.auth import RequestAuthenticator
+from lorikeet.gateway.body import LARGE_BYTES, LargeBodies
 from lorikeet.gateway.catalog_view import GatewayCatalogView
 from lorikeet.gateway.generate import GenerateEndpoint
-from lorikeet.gateway.large_bodies import LARGE_BYTES, LargeBodies
 from lorikeet.gateway.pushing.pushed_versions import PushedVersions
 from lorikeet.gateway.services import ServedModel, Services
 from lorikeet.gateway.stored_responses import StoredResponses

@@ -14,7 +14,7 @@ from transformers.pipelines.text_classification import sigmoid, softmax
 
 from lorikeet.apis.answer import Answer
 from lorikeet.protocol.messages import Call
-from lorikeet.text.call_encoding import encode_call
+from lorikeet.text.prompts import encode_call
 from lorikeet_engine.adapter import Problem
 from lorikeet_engine.adapter_format import write_blob
 from lorikeet_engine.request import FinishReason, Pooled, Tokens
@@ -242,6 +242,26 @@ def test_texts_that_make_no_pairs_are_refused_by_name(
 ) -> None:
     error = error_of(gateway.post(SCORE, {"model": "acme/reward", **body}), 400)
     assert error["param"] in ("input", "text_1", "queries")
+
+
+LONG = "word " * 5000
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (SCORE, {"input": LONG}, "input"),
+        (SCORE, {"messages": [{"role": "user", "content": LONG}]}, "messages"),
+        (SCORE, {"text_1": "a", "text_2": LONG}, "text_2"),
+        (SCORE, {"queries": "a", "documents": ["b", LONG]}, "documents"),
+        ("/v1/rerank", {"query": "a", "documents": [LONG]}, "documents"),
+    ],
+)
+def test_a_prompt_beyond_the_context_is_blamed_on_the_field_that_was_sent(
+    gateway: Gateway, path: str, body: dict[str, Any], param: str
+) -> None:
+    error = error_of(gateway.post(path, {"model": "acme/reward", **body}), 400)
+    assert (error["code"], error["param"]) == ("context_length_exceeded", param)
 
 
 def test_pairs_of_a_small_body_are_bounded_together(gateway: Gateway) -> None:

@@ -11,8 +11,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from lorikeet.apis.chat.request import ChatRequest
 from lorikeet.errors import InvalidInput, RateLimited
-from lorikeet.gateway import large_bodies
-from lorikeet.gateway.large_bodies import LARGE_BYTES, MAX_WAITING_BYTES, LargeBodies
+from lorikeet.gateway.body import LARGE_BYTES, MAX_WAITING_BYTES, LargeBodies
 from tests.gateway.conftest import chat
 
 MANY = 20
@@ -111,7 +110,7 @@ def test_the_pause_grows_faster_than_a_long_parse(
                 while time.thread_time() < until_s:
                     pass
 
-            monkeypatch.setattr(large_bodies, "parse_json", parse)
+            monkeypatch.setattr("lorikeet.gateway.body.parse_json", parse)
             await asyncio.gather(read(bodies, LARGE, "acme"), read(bodies, LARGE, "acme"))
             return began_s[1] - began_s[0] - parse_s
 

@@ -17,8 +17,8 @@ from starlette.types import Receive
 from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.records import Scope
 from lorikeet.errors import Expired
-from lorikeet.gateway.adapter_uses import AdapterUses
 from lorikeet.gateway.app import create_app
+from lorikeet.gateway.pushing.pushed_versions import AdapterUses
 from lorikeet.gateway.replica_response import ReplicaResponse
 from lorikeet.gateway.services import ServedModel, Services
 from lorikeet.gateway.tinker import sample_futures

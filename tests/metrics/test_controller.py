@@ -32,7 +32,7 @@ def test_pins_are_counted_by_state_and_unmet_pins_by_reason() -> None:
     placement = place_pins(promises, REPORTS)
     found = list(pin_statuses(promises, REPORTS, placement))
     assert found == list(pin_statuses(promises, REPORTS))
-    replicas = {"tiny": ReplicaCount(desired=3, reporting=2), "wide": ReplicaCount(1, 0)}
+    replicas = {"tiny": ReplicaCount(desired=3, reporting=2, learned=4), "wide": ReplicaCount(1, 0)}
     text = join([render(controller_metrics(found, replicas, 0.25), {})])
     check_with_promtool(text)
     page = Scraped(text.decode())
@@ -43,6 +43,7 @@ def test_pins_are_counted_by_state_and_unmet_pins_by_reason() -> None:
     assert page.labels("lorikeet_pins_unmet", "reason") == unmet.keys()
     assert page.total("lorikeet_replicas", base_model="tiny", state="desired") == 3
     assert page.total("lorikeet_replicas", base_model="wide", state="reporting") == 0
+    assert page.total("lorikeet_learned_prompts", base_model="tiny") == 4
     assert page.total("lorikeet_controller_survey_seconds") == 0.25
 
 

@@ -2,6 +2,7 @@
 
 import random
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -29,6 +30,14 @@ def test_a_pin_on_all_replicas_reaches_each():
     placement = place(promise(SUPPORT))
     keep = {SUPPORT.digest: PinTarget(SUPPORT, Residency.GPU)}
     assert placement == PlacementPlan(dict.fromkeys(REPLICAS, keep), ())
+
+
+def test_a_draft_stays_one_beside_another_pin_of_the_same_weights():
+    draft = promise(SUPPORT)
+    draft = replace(draft, pin=replace(draft.pin, draft=True))
+    for order in ((draft, promise(SUPPORT)), (promise(SUPPORT), draft)):
+        targets = place(*order).targets.values()
+        assert all(each[SUPPORT.digest].draft for each in targets)
 
 
 def test_a_pin_on_n_replicas_is_placed_where_its_requests_are_routed():

@@ -249,12 +249,12 @@ def test_a_log_has_the_outputs_as_they_came() -> None:
     made = [
         Tokens("r", 0, (1, 2), None, scored, EngineTimings(1.0, cached_tokens=5)),
         Tokens("r", 3, (), FinishReason.LENGTH),
-        Tokens("r", 1, (300_000,)),
+        Tokens("r", 1, (300_000, 7)),
     ]
     log = b"".join(map(logged, made))
     assert list(outputs_of(log, "r")) == made
     assert next(outputs_of(log, "r")).timings == EngineTimings(cached_tokens=5)
-    assert tokens_in(log) == 3
+    assert tokens_in(log) == 4
     assert len(logged(made[2])) < 32
 
 

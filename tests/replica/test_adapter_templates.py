@@ -14,8 +14,7 @@ from lorikeet.protocol.messages import Call, EncodedCall, ToolUse
 from lorikeet.replica.request_builder import RequestBuilder
 from lorikeet.request_defaults import RequestDefaults
 from lorikeet.text.adapter_templates import AdapterTemplates
-from lorikeet.text.call_encoding import encode_call
-from lorikeet.text.prompts import PromptEncoder
+from lorikeet.text.prompts import PromptEncoder, encode_call
 from tests.replica.test_family_templates import SHOWN, TURNS, USE
 from tests.text.test_prompts import CHAT, DEMO, PLAIN, encoder
 

@@ -14,11 +14,10 @@ from lorikeet.replica.grammar_matcher import ModelGrammars
 from lorikeet.replica.replica import Replica
 from lorikeet.replica.request_builder import RequestBuilder
 from lorikeet.settings import Settings
-from lorikeet.text.call_encoding import encode_call
 from lorikeet.text.choice import SaidChoice, SchemaCheck
 from lorikeet.text.grammars.held_schema import held_schema
 from lorikeet.text.grammars.schema_check import broken_keyword
-from lorikeet.text.prompts import PromptEncoder
+from lorikeet.text.prompts import PromptEncoder, encode_call
 from lorikeet_engine.errors import EngineOverloaded, InvalidRequest
 from lorikeet_engine.request import SamplingParams
 from tests.replica.schema_keywords import WHOLE

@@ -19,8 +19,7 @@ from lorikeet.gateway.services import ServedModel, read_base_models
 from lorikeet.protocol.messages import Call, Endpoint, FinalUsage, Refusal
 from lorikeet.replica.replica import Replica
 from lorikeet.settings import Settings
-from lorikeet.text.call_encoding import encode_call
-from lorikeet.text.prompts import PromptEncoder
+from lorikeet.text.prompts import PromptEncoder, encode_call
 from lorikeet_engine.adapter_format import AdapterLimits, write_blob
 from lorikeet_engine.models.config import ModelConfig
 from lorikeet_engine.request import SamplingParams

@@ -12,11 +12,10 @@ import pytest
 from lorikeet.protocol.messages import Call, Format, FormatKind, ToolUse
 from lorikeet.replica.grammar_matcher import ModelGrammars
 from lorikeet.replica.request_builder import PreparedCall, prepare_call
-from lorikeet.text.call_encoding import encode_call
 from lorikeet.text.choice import Ending, whole_calls
 from lorikeet.text.detokenizer import NO_STOP_STRINGS
 from lorikeet.text.harmony import HarmonyChoice
-from lorikeet.text.prompts import PromptEncoder
+from lorikeet.text.prompts import PromptEncoder, encode_call
 from lorikeet.text.tools.syntax import HARMONY
 from lorikeet_engine.errors import InvalidRequest
 from lorikeet_engine.request import FinishReason, Tokens

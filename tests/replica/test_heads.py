@@ -15,8 +15,7 @@ from lorikeet.gateway.services import ServedModel
 from lorikeet.protocol.messages import Call, Endpoint, FinalUsage
 from lorikeet.replica.replica import Replica
 from lorikeet.settings import Settings
-from lorikeet.text.call_encoding import encode_call
-from lorikeet.text.prompts import PromptEncoder
+from lorikeet.text.prompts import PromptEncoder, encode_call
 from lorikeet_engine.adapter_format import AdapterLimits, write_blob
 from lorikeet_engine.models.config import ModelConfig
 from lorikeet_engine.request import SamplingParams

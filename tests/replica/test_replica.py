@@ -29,6 +29,7 @@ from lorikeet.protocol.messages import (
     Refusal,
 )
 from lorikeet.protocol.placement_decision import (
+    LearnedPrompt,
     PinnedPrompt,
     PinTarget,
     PlacementDecision,
@@ -41,8 +42,7 @@ from lorikeet.replica.replica import Replica
 from lorikeet.request_defaults import RequestDefaults
 from lorikeet.settings import Settings
 from lorikeet.text.adapter_templates import AdapterTemplates
-from lorikeet.text.call_encoding import encode_call
-from lorikeet.text.prompts import PromptEncoder
+from lorikeet.text.prompts import PromptEncoder, encode_call
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.errors import EngineClosed
 from lorikeet_engine.request import SamplingParams, SchedulingParams
@@ -442,6 +442,40 @@ def test_a_pinned_prompt_is_computed_before_its_first_user_asks(settings, ref, t
             {"r0": PlacementDecision({ref.digest: replace(target, prompts=())})}
         )
         assert (await replica.report()).prompts == {}
+
+    run(settings, scenario)
+
+
+def test_a_learned_prompt_is_computed_once_and_found_by_its_tenant(settings, ref):
+    tokens = tuple(5 + at * at % 50 for at in range(400))
+    learned = LearnedPrompt(ref, array("i", tokens).tobytes())
+    settings = settings.model_copy(update={"learned_prompts": 8})
+
+    async def scenario(replica):
+        async def cached_tokens(tenant):
+            call = replace(CALL, adapter=ref, tenant=tenant, max_tokens=1)
+            encoded = EncodedCall(call, (array("i", [*tokens, 9]),))
+            async with local_gateway(replica, tenant) as gateway:
+                items = [item async for item in gateway.stream_encoded(encoded)]
+            body = json.loads(b"".join(item for item in items if isinstance(item, bytes)))
+            return body["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+        decision = PlacementDecision(learned=(learned,))
+        await replica.apply_plan({"r0": decision})
+        async with asyncio.timeout(20):
+            while replica._prompts._progress[learned.name].failure is not None:
+                await asyncio.sleep(0.01)
+        computed = replica._engine.status.prompt_tokens
+        await replica.apply_plan({"r0": PlacementDecision()})
+        await replica.apply_plan({"r0": decision})
+        assert (await replica.report()).prompts == {}, "pinned prompts alone are reported"
+        assert await cached_tokens("other") == 0, "another tenant's"
+        assert await cached_tokens(ref.tenant) == 400
+        assert await cached_tokens(ref.tenant) == 400
+        assert replica._engine.status.prompt_tokens <= computed + 3 * 401, "it was computed once"
+        ((found,),) = (await replica.take_prefixes()).values()
+        assert found.tokens[: 4 * 400] == learned.tokens
+        assert round(found.requests) == 1, "the own tenant's, but the first"
 
     run(settings, scenario)
 

@@ -23,7 +23,7 @@ from lorikeet.protocol.messages import (
 from lorikeet.protocol.output_log import outputs_of, tokens_in
 from lorikeet.replica.replica import Replica
 from lorikeet.settings import Settings
-from lorikeet.text.call_encoding import encode_call
+from lorikeet.text.prompts import encode_call
 from lorikeet_engine.adapter import AdapterRef
 from lorikeet_engine.request import SamplingParams, SchedulingParams
 from tests.serving.local_gateway import local_gateway

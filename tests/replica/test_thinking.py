@@ -18,9 +18,8 @@ from lorikeet.errors import InvalidInput
 from lorikeet.protocol.messages import Call, Endpoint, Format, FormatKind, Thinking
 from lorikeet.replica.grammar_matcher import ModelGrammars, TextMatcher
 from lorikeet.replica.request_builder import RequestBuilder
-from lorikeet.text.call_encoding import encode_call
 from lorikeet.text.grammars.answer_grammar import answer_grammar
-from lorikeet.text.prompts import PromptEncoder
+from lorikeet.text.prompts import PromptEncoder, encode_call
 from lorikeet.text.reasoning import GEMMA_TAGS, MISTRAL_TAGS, THINK_TAGS
 from lorikeet.text.tools.call_bodies import calls_of
 from lorikeet.text.tools.syntax import GEMMA_4, GLM, HERMES, LLAMA, MINISTRAL, QWEN_XML, ToolSyntax

@@ -5,7 +5,7 @@ from contextlib import aclosing, asynccontextmanager
 from itertools import count
 
 from lorikeet.protocol.response_stream import ResponseBuffers
-from lorikeet.text.call_encoding import encode_call
+from lorikeet.text.prompts import encode_call
 
 _numbers = count()
 _CONTEXT = 2**20  # as a gateway that no replica has told its own

@@ -302,6 +302,23 @@ def test_an_answer_may_end_long_after_its_call_while_items_come(monkeypatch):
     run(scenario)
 
 
+def test_no_answer_is_lost_while_the_event_loop_is_late(monkeypatch):
+    monkeypatch.setattr(engines_module, "_LATE_S", 0.2)
+    monkeypatch.setattr(engines_module, "_LATE_LOOP_S", 0.05)
+
+    async def scenario(engines, handle):
+        asking = await asked(engines, handle)
+        handle.deliver(HEADER)
+        handle.calls[0][1].end()
+        for _ in range(6):
+            await asyncio.sleep(0.1)
+            time.sleep(0.3)  # as on a machine that gives the gateway no time
+        handle.deliver(USAGE, b"end", ended=True)
+        assert b"end" in await asking
+
+    run(scenario)
+
+
 def test_a_full_disk_sends_the_call_to_another_replica():
     call = replace(CALL, adapter=AdapterRef("acme", "support", 1, "d" * 64))
     refusal = Refusal("adapter_load_failed", "no room", fault=LoadFault.DISK)

@@ -5,7 +5,13 @@ from collections.abc import Mapping
 
 import pytest
 
-from lorikeet.protocol.placement_decision import PinTarget, PlacementDecision, PrefetchTarget
+from lorikeet.placement.learned_prompts import Found, SharedPrefix
+from lorikeet.protocol.placement_decision import (
+    LearnedPrompt,
+    PinTarget,
+    PlacementDecision,
+    PrefetchTarget,
+)
 from lorikeet.serving import replica_reconciler as deployment_module
 from lorikeet.serving.replica_reconciler import ReplicaReconciler, RespondingReplicas
 from lorikeet.settings import Settings
@@ -23,12 +29,15 @@ class Replicas:
         self.reports = {name: report(name) for name in names}
         self.stats: dict[str, float] = {}
         self.deaf: set[str] = set()
+        self.prefixes: Found = {}
         self.received: list[tuple[str, PlacementDecision]] = []
 
     async def broadcast(self, _handle: object, method: str, *arguments: object) -> list[object]:
         there = [name for name in self.reports if name not in self.deaf]
         if method == "report":
             return [self.reports[name] for name in there]
+        if method == "take_prefixes":
+            return [self.prefixes] * len(there)
         if method == "record_autoscaling_stats":
             return [self.stats] * len(there)
         (plan,) = arguments
@@ -99,6 +108,24 @@ def test_a_confirmed_decision_is_sent_again_after_a_while(replicas: Replicas):
     for now_s in range(0, 90, 3):
         tick(reconciler, float(now_s))
     assert len(replicas.take()) == 2 * 3
+
+
+def test_prompts_that_replicas_have_learned_are_sent_to_those_with_the_adapter(
+    replicas: Replicas,
+):
+    replicas.prefixes = {("acme", "a"): [SharedPrefix(b"tokens", 20.0, 0.0)]}
+    for name in ("p", "q"):
+        tier = Residency.GPU if name == "p" else Residency.HOST
+        replicas.reports[name] = report(name, adapters=(held(A, tier, 10),))
+    tick(deployment_of(), 0.0)
+    assert [decision.learned for _, decision in replicas.take()] == [(), ()], "not without asking"
+    learning = deployment_of(LORIKEET_LEARNED_PROMPTS="8")
+    tick(learning, 0.0)
+    assert learning.replicas.learned == 1
+    assert [decision.learned for _, decision in replicas.take()] == [
+        (LearnedPrompt(A, b"tokens"),),
+        (),
+    ]
 
 
 def test_prefetches_are_sent_once(replicas: Replicas):

@@ -8,6 +8,7 @@ import pytest
 from lorikeet.routing.ranking import H200_LLAMA_8B
 from lorikeet.simulator.fleet import SimulatedFleet
 from lorikeet.simulator.traffic import Requests
+from lorikeet_engine.adapter import Residency
 from lorikeet_engine.costs import seen_tokens
 from tests.simulator.scenario import Scenario
 
@@ -85,3 +86,67 @@ def test_a_request_waits_until_another_leaves_its_place_in_the_kv_cache_or_in_st
 def test_requests_that_the_kv_cache_holds_together_wait_for_nothing():
     asked = (0.0, 100, 50), (0.001, 100, 50), (0.002, 60, 40)
     assert (first_tokens_s(*asked, kv_tokens=400) == first_tokens_s(*asked)).all()
+
+
+def system_prompt_s(*requests, **settings):
+    """Simulate requests (time, adapter, own prompt tokens) with system prompts of 2,000 tokens;
+    return first token times in s, and the fleet.
+    """
+    times_s, adapters, own = map(np.array, zip(*requests, strict=True))
+    scenario = Scenario(adapters=3, replicas=1, warm_up_s=0.0, gpu_room=1.0, host_room=1.0)
+    setup = replace(scenario.setup(), system_tokens=np.full(3, 2000), **settings)
+    fleet = SimulatedFleet(setup, Requests(times_s, adapters, own + 2000, np.full(len(own), 5)))
+    fleet.run()
+    assert fleet.replicas[0]._kv_left == setup.kv_tokens, "no request holds KV pages any more"
+    return fleet.ttft_s, fleet
+
+
+def prefill_s(fleet, tokens, depth=0):
+    return STEPS.prefill_s(tokens, fleet.ranks[0], depth)
+
+
+def test_a_system_prompt_is_computed_once_for_all_requests_with_its_adapter():
+    asked = (0.0, 0, 100), (5.0, 0, 100), (10.0, 0, 60), (10.0, 0, 60)
+    found, fleet = system_prompt_s(*asked)
+    assert found[0] > prefill_s(fleet, 2100)
+    assert found[1] == pytest.approx(prefill_s(fleet, 100, 2000), rel=0.02)
+    assert found[3] < 2 * prefill_s(fleet, 100, 2000)
+
+
+@pytest.mark.parametrize(("host_tokens", "comes_back"), [(0, False), (2000, False), (4000, True)])
+def test_a_system_prompt_that_leaves_the_kv_cache_comes_back_from_the_host(host_tokens, comes_back):
+    asked = [(5.0 * turn, turn % 3, 100) for turn in range(6)]
+    found, fleet = system_prompt_s(*asked, kv_tokens=2200, kv_host_tokens=host_tokens)
+    fetch_s = fleet.setup.costs.loads.load_s(Residency.HOST, 2000 * 131_072)
+    again_s = prefill_s(fleet, 2100)
+    if comes_back:
+        again_s = fetch_s + prefill_s(fleet, 100, 2000)
+    assert found[3:] == pytest.approx([again_s] * 3, rel=0.02)
+
+
+def test_a_system_prompt_that_is_computed_faster_is_not_fetched():
+    asked = [(5.0 * turn, turn % 3, 100) for turn in range(6)]
+    slow = replace(H200_LLAMA_8B.loads, host_bytes_per_s=1e9)
+    settings = {"kv_tokens": 2200, "kv_host_tokens": 9000}
+    costs = replace(H200_LLAMA_8B, loads=slow)
+    found, fleet = system_prompt_s(*asked, costs=costs, **settings)
+    assert found[3:] == pytest.approx([prefill_s(fleet, 2100)] * 3, rel=0.02)
+
+
+@pytest.mark.parametrize("acceptance", [0.0, 0.3, 0.9])
+def test_drafts_shorten_decodes_that_nobody_waits_for(acceptance):
+    setup = replace(Scenario(replicas=1, warm_up_s=0.0).setup(), acceptance=acceptance)
+    times_s, prompts, answers = np.array([0.0]), np.array([100]), np.array([200])
+    fleet = SimulatedFleet(setup, Requests(times_s, np.array([-1]), prompts, answers))
+    fleet.run()
+    tokens = sum(fleet.gaps.values())
+    gap_s = sum((at + 0.5) * 1e-4 * count for at, count in fleet.gaps.items()) / tokens
+    assert gap_s == pytest.approx(1 / STEPS.decodes_per_s(1, 0, 200, acceptance), abs=1e-4)
+    assert (gap_s < STEPS.step_s(1, 0, 200) / 1.5) == (acceptance == 0.9)
+
+
+def test_a_full_batch_gains_nothing_by_drafts():
+    for decodes in (200, 256):
+        alone = STEPS.decodes_per_s(decodes, 0, 300 * decodes)
+        assert alone == 1 / STEPS.step_s(decodes, 0, 300 * decodes)
+        assert STEPS.decodes_per_s(decodes, 0, 300 * decodes, 0.9) == alone

@@ -7,8 +7,7 @@ import pytest
 
 from lorikeet.errors import ContextLengthExceeded
 from lorikeet.protocol.messages import Call, Endpoint, ToolUse
-from lorikeet.text.call_encoding import check_context, encode_call, is_short
-from lorikeet.text.prompts import PromptEncoder
+from lorikeet.text.prompts import PromptEncoder, check_context, encode_call, is_short
 from tests.text.test_prompts import CHAT, TOOL
 
 DEMO = PromptEncoder(Path("demo/model"))

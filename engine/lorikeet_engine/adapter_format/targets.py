@@ -461,6 +461,7 @@ def _targeted(
     named = _targeted_modules(raw, every, run)
     no_linears = (".weight", _ROUTER) if _targets_every_linear(raw) else (".weight",)
 
+    @cache  # families share most of their names
     def selects(name: str) -> bool:
         is_parameter = name.endswith(no_linears) or PARAMETER.fullmatch(name) is not None
         if name not in given:

@@ -18,9 +18,12 @@ from lorikeet_engine.adapter_format import (
     served_quantization,
 )
 from lorikeet_engine.costs import StepCosts
+from lorikeet_engine.device.border_memory import can_move
 from lorikeet_engine.device.memory import resolve
+from lorikeet_engine.execution.border import Border, RankBorder
 from lorikeet_engine.execution.calibration import measure_step_costs
 from lorikeet_engine.execution.memory_plan import (
+    check_speculation,
     count_slots,
     count_states_and_pages,
     page_needs,
@@ -43,6 +46,7 @@ from lorikeet_engine.kernels.moe import mxfp4
 from lorikeet_engine.models.llama import LlamaModel
 from lorikeet_engine.models.served_rows import ServedRows
 from lorikeet_engine.parallel.rank_group import RankGroup
+from lorikeet_engine.request import DraftSource
 from lorikeet_engine.residency.disk.cache import AdapterSource
 from lorikeet_engine.residency.tiers import Tiers
 from lorikeet_engine.sampling.penalties import Penalties
@@ -92,6 +96,7 @@ class Assembly:
         without sampling.
     draft_budget: chooses the drafted tokens of steps; None without speculation.
     ranks: processes that compute the model; just this one without tensor parallelism.
+    border: moves memory between adapters and KV pages; None with a fixed border.
     page_copies: copies of KV pages to and from host memory; None without memory for them.
     """
 
@@ -105,10 +110,13 @@ class Assembly:
     draft_budget: DraftBudget | None
     ranks: OneRank
     page_copies: PageCopies | None
+    border: Border | None
 
     def close(self) -> None:
         """Stop loading adapters, and end the processes of the other GPUs."""
         self.tiers.close()
+        if self.border is not None:
+            self.border.close()
         if self.page_copies is not None:
             self.page_copies.close()
         self.ranks.close()
@@ -144,17 +152,22 @@ def _assemble(
     device = torch.device(settings.device)
     start = StartUpStages(device)
     model = load_weights(load, settings, device, ranks.group, start)
+    check_speculation(model.config.shape, settings)
     with start.stage("slot pool"):
         rows = RankRows(ServedRows(model), ranks.followers)
         shape, free = model.config.shape, start.free
-        tiers = build_tiers(shape, settings, source, device, wake, free, ranks, rows)
+        border = rank_border(model, settings, device, free, ranks.least)
+        tiers = build_tiers(shape, settings, source, device, wake, free, ranks, rows, border)
     try:
         with start.stage("penalties"):
             penalties = Penalties(settings.max_running, model.config.vocab_size, device)
             sampler = Sampler(penalties)
-        runner, kv_pages = build_runner(model, tiers.weights, sampler, settings, start, ranks)
+        runner, kv_pages = build_runner(
+            model, tiers.weights, sampler, settings, start, ranks, border
+        )
         with start.stage("step costs"):
-            step_costs = measure_step_costs(runner, kv_pages, tiers.arena, model.shape, settings)
+            arena = tiers.arena, tiers.arena_elements
+            step_costs = measure_step_costs(runner, kv_pages, *arena, model.shape, settings)
         page_copies = None
         if settings.kv_host_bytes:
             with start.stage("KV pages on the host"):
@@ -166,6 +179,11 @@ def _assemble(
     kv_tokens = needs.tokens(kv_pages, context)
     log.info("engine_assembled", extra=start.facts | {"kv_tokens": kv_tokens})
     info = _info(model, settings, min(context, kv_tokens), step_costs, kv_tokens)
+    moving = None
+    if border is not None:
+        least = needs.in_steps(info.max_context)
+        others = ranks.followers
+        moving = Border(border, kv_pages, least, tiers, step_costs, others, wake)
     step_budget = StepBudget(settings.inter_token_goal_s, step_costs, runner.prompt_sizes)
     room = settings.max_batch_tokens - settings.max_running
     pieces = None
@@ -174,8 +192,15 @@ def _assemble(
     forced_budget = ForcedBudget(room, step_costs, runner.small_sizes, pieces)
     draft_budget = None
     if settings.speculation != "off":
-        goal_s, mtp = settings.inter_token_goal_s, model.config.mtp is not None
-        draft_budget = DraftBudget(step_costs, runner.small_sizes, goal_s, pieces, mtp=mtp)
+        predictor = {"mtp": DraftSource.MTP, "draft": DraftSource.DRAFT}.get(settings.speculation)
+        draft_budget = DraftBudget(
+            step_costs,
+            runner.small_sizes,
+            settings.inter_token_goal_s,
+            pieces,
+            predictor=predictor,
+            vocabulary=model.config.vocab_size,
+        )
     return Assembly(
         runner,
         sampler,
@@ -187,7 +212,30 @@ def _assemble(
         draft_budget,
         ranks,
         page_copies,
+        moving,
     )
+
+
+def rank_border(
+    model: LlamaModel,
+    settings: EngineSettings,
+    device: torch.device,
+    free: int,
+    least: Callable[[int], int],
+) -> RankBorder | None:
+    """Allocate the memory that a rank's adapters and KV pages share; None with a fixed border.
+
+    The border is fixed, and the log says so, where the device cannot move memory.
+
+    free: bytes that are free on the device.
+    least: returns the smallest of the numbers that the ranks pass to it.
+    """
+    if not settings.moving_border:
+        return None
+    if not least(can_move(device)):
+        log.warning("border_fixed", extra={"device": str(device)})
+        return None
+    return RankBorder(model.config, model.shape, settings, device, free, least)
 
 
 def _page_copies(
@@ -292,6 +340,7 @@ def build_tiers(
     free: int,
     ranks: OneRank,
     rows: RankRows | None = None,
+    border: RankBorder | None = None,
 ) -> Tiers:
     """Build the tiers that hold and load adapters, and allocate their memory on GPU and host.
 
@@ -302,9 +351,14 @@ def build_tiers(
         them if the settings say so.
     ranks: processes that compute the model; all get an equally large slot pool.
     rows: rows of the base model, on which DoRA's gains and biases depend; None without a model.
+    border: memory that adapters and KV pages share; None: the slot pool has its own.
     """
-    dtype = settings.torch_adapter_dtype
-    gpu_bytes = ranks.least(resolve(settings.adapter_gpu_bytes, free))
+    dtype, arena = settings.torch_adapter_dtype, None
+    if border is None:
+        gpu_bytes = most_bytes = ranks.least(resolve(settings.adapter_gpu_bytes, free))
+    else:
+        gpu_bytes, most_bytes = border.arena_units * border.unit.bytes, border.most_bytes
+        arena = border.arena
     return Tiers(
         shape,
         AdapterLimits(settings.max_rank, settings.max_adapter_bytes),
@@ -315,11 +369,12 @@ def build_tiers(
         host_bytes=settings.adapter_host_bytes,
         disk_bytes=settings.adapter_disk_bytes,
         cache_dir=settings.cache_dir,
-        max_slots=count_slots(gpu_bytes // dtype.itemsize, shape, settings.max_batch_adapters),
+        max_slots=count_slots(most_bytes // dtype.itemsize, shape, settings.max_batch_adapters),
         wake=wake,
         world=settings.tensor_parallel,
         followers=ranks.followers,
         base=rows,
+        arena=arena,
     )
 
 
@@ -330,6 +385,7 @@ def build_runner(
     settings: EngineSettings,
     start: StartUpStages,
     ranks: OneRank,
+    border: RankBorder | None = None,
 ) -> tuple[ModelRunner, int]:
     """Build a runner and return it with its number of KV pages; on CUDA, compile all kernels.
 
@@ -342,17 +398,18 @@ def build_runner(
     weights: memory of the adapters' weights on the device.
     start: records the memory and the time that each stage takes.
     ranks: processes that compute the model; they all build a runner.
+    border: memory that adapters and KV pages share; None: each has its own.
     """
     device = model.device
-    parts = RunnerParts.of(model, weights, settings)
+    parts = RunnerParts.of(model, weights, settings, border)
 
-    def build(pages: int, slots: int) -> ModelRunner:
-        ranks.announce(BuildRunner(pages, slots))
-        return parts.build(pages, slots, ranks.runner)
+    def build(pages: int, slots: int, *, trial: bool = False) -> ModelRunner:
+        ranks.announce(BuildRunner(pages, slots, trial))
+        return parts.build(pages, slots, ranks.runner, trial=trial)
 
     if device.type == "cuda":
         with start.stage("steps and graphs"):
-            trial = build(1, 1)
+            trial = build(1, 1, trial=True)
             run_largest_step(trial, sampler, settings)
             run_every_kind_of_step(trial, sampler, settings)
         del trial

@@ -119,6 +119,7 @@ class StepInput:
     head_rank: upper bound of the adapters' ranks on lm_head.
     head_rows: upper bound of the number of lm_head's rows that one adapter replaces.
     states: states of delta nets that the step uses; None for a model without delta nets.
+    ordered: whether logit_rows ascends; noise has the last rows, but not the last tokens.
     """
 
     token_ids: Int64s
@@ -139,6 +140,7 @@ class StepInput:
     head_rank: int
     head_rows: int
     states: StateInput | None = None
+    ordered: bool = True
 
     def upload(self, device: torch.device, previous: torch.Tensor | None = None) -> Batch:
         """Copy the step to the device; the host waits for nothing.
@@ -177,6 +179,7 @@ class StepInput:
                 self.head_segments, self.head_rank, device, self.head_rows, composed=self.composed
             ),
             states=None if self.states is None else self.states.upload(device),
+            ordered=self.ordered,
         )
 
 
@@ -234,10 +237,35 @@ def divide_by_adapter(chunks: list[Chunk]) -> list[Chunk]:
     for chunk in chunks:
         begins = chunk.sequence.active_from
         if chunk.start < begins < chunk.end:
-            before.append(chunk._replace(end=begins, completes=False, drafted=()))
+            before.append(chunk._replace(end=begins, completes=False, drafted=(), noise=()))
             chunk = chunk._replace(start=begins)
         whole.append(chunk)
     return whole + before
+
+
+def with_noise(chunks: list[Chunk], draft: AdapterLease | None) -> list[Chunk]:
+    """Add a chunk for the noise behind each chunk that has any.
+
+    As in divide_by_adapter, both chunks are sequences that share KV pages. The keys and values of
+    noise are written behind those of the sequence, where later steps write other ones.
+
+    chunks: chunks in the order of divide_by_adapter.
+    draft: lease of the draft LoRA, which changes the noise.
+    → chunks in the order of divide_by_adapter; their rows of logits keep their order, and those of
+      noise follow them
+    """
+    noise = [
+        chunk._replace(
+            start=chunk.end,
+            end=chunk.end + len(chunk.noise),
+            completes=False,
+            drafted=(),
+            draft=draft,
+        )
+        for chunk in chunks
+        if chunk.noise
+    ]
+    return group_by_adapter([*chunks, *noise]) if noise else chunks
 
 
 def build_step_input(
@@ -249,7 +277,7 @@ def build_step_input(
     windows: attention window of each group of layers; None for a group that attends to all tokens.
 
     Logits are computed for each chunk from which its sequence's next token is sampled, in the order
-    of the chunks: of its last `Chunk.rows` tokens.
+    of the chunks: of its last `Chunk.rows` tokens. The logits of all noise follow.
     """
     rows = np.array([chunk.rows for chunk in chunks], np.int64)  # rows of logits, by chunk
     computed = np.array([chunk.start for chunk in chunks], np.int64)
@@ -263,11 +291,13 @@ def build_step_input(
     tables, slots = _kv_places(chunks, windows, owner, positions, page_size)
     ids, pending, pending_rows = _token_ids(chunks)
     leases = [lease for chunk in chunks if (lease := chunk.lease)]
+    sampled = np.repeat(ends - rows.cumsum(), rows) + np.arange(rows.sum())
+    is_noise = np.array([chunk.draft is not None for chunk in chunks], bool)
     return StepInput(
         token_ids=ids,
         positions=positions,
         kv_slots=slots,
-        logit_rows=np.repeat(ends - rows.cumsum(), rows) + np.arange(rows.sum()),
+        logit_rows=np.append(sampled, np.flatnonzero(is_noise[owner])),
         pending=pending,
         pending_rows=pending_rows,
         query_starts=query_starts.astype(np.int32),
@@ -282,6 +312,7 @@ def build_step_input(
         head_rank=max((lease.head_rank for lease in leases), default=0),
         head_rows=max((lease.head_rows for lease in leases), default=0),
         states=_state_input(chunks, query_starts),
+        ordered=not is_noise.any(),
     )
 
 
@@ -384,6 +415,9 @@ def _token_ids(chunks: list[Chunk]) -> tuple[Int64s, Int64s, Int64s]:
     ids, pending, pending_rows = list[int](), list[int](), list[int]()
     for chunk in chunks:
         sequence = chunk.sequence
+        if chunk.draft is not None:
+            ids += chunk.noise
+            continue
         ids += sequence.tokens[chunk.start : chunk.end]
         if sequence.pending_rows:  # at most one: only the step before is not read yet
             pending.append(len(ids))

@@ -20,7 +20,6 @@ from lorikeet_engine.errors import SettingsError
 from lorikeet_engine.execution.step_timer import StepTimer
 from lorikeet_engine.execution.steps import ModelRunner
 from lorikeet_engine.execution.warm_up import random_kv
-from lorikeet_engine.kernels.lora.types import LoraWeights
 from lorikeet_engine.residency.gpu.arena import ClearRow, DeviceArena, WriteRow
 from lorikeet_engine.settings import EngineSettings
 
@@ -53,6 +52,7 @@ def measure_step_costs(
     runner: ModelRunner,
     kv_pages: int,
     arena: DeviceArena,
+    elements: int,
     shape: BaseShape,
     settings: EngineSettings,
 ) -> StepCosts:
@@ -60,6 +60,7 @@ def measure_step_costs(
 
     kv_pages: number of the runner's KV pages; they are empty before and after this call.
     arena: the runner's GPU memory of adapters; it is empty before and after this call.
+    elements: elements of the arena that are there.
     shape: part of the base model that this process computes.
 
     Where contexts are too short to measure the cost of attention, that cost keeps its default.
@@ -67,7 +68,7 @@ def measure_step_costs(
     keep their defaults. In that case, raises SettingsError if inter_token_goal_s is set.
     """
     steps = StepTimer(runner, kv_pages, settings)
-    dummies = _DummyAdapters.that_fit(arena.weights, shape, settings)
+    dummies = _DummyAdapters.that_fit(elements, shape, settings)
     with random_kv(runner.kv) if runner.model.device.type == "cuda" else nullcontext():
         costs, chunk = _of_base(steps, settings)
         if dummies.count:
@@ -245,17 +246,14 @@ class _DummyAdapters:
     rank: int
 
     @classmethod
-    def that_fit(
-        cls, weights: LoraWeights, shape: BaseShape, settings: EngineSettings
-    ) -> "_DummyAdapters":
+    def that_fit(cls, arena: int, shape: BaseShape, settings: EngineSettings) -> "_DummyAdapters":
         """Make as many adapters as fit into both the arena and a step.
 
         Their rank is lowered if the arena has no room for one adapter of the usual rank.
 
-        weights: memory of the adapters' weights, the arena, on the device.
+        arena: elements of the arena, the adapters' memory on the device.
         shape: part of the base model that this process computes.
         """
-        arena = weights.arena.numel()
         rank = min(_RANK, settings.max_rank, arena // _image(shape, 1)[1])
         rows, elements = _image(shape, rank)
         room = arena // elements if rank else 0

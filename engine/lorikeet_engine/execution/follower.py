@@ -8,8 +8,9 @@ from functools import partial
 
 import torch
 
+from lorikeet_engine.device.border_memory import MoveUnit
 from lorikeet_engine.device.memory import free_bytes, resolve
-from lorikeet_engine.execution.assembly import load_weights
+from lorikeet_engine.execution.assembly import load_weights, rank_border
 from lorikeet_engine.execution.batch_builder import LogitsInput
 from lorikeet_engine.execution.leading_runner import RunStep
 from lorikeet_engine.execution.memory_plan import count_slots, count_states_and_pages
@@ -69,11 +70,15 @@ class Follower:
         self._model = load_weights(start.load, settings, device, self._group, self._stages)
         self._rows = ServedRows(self._model)
         with self._stages.stage("slot pool"):
+            least = partial(_least, self._group)
+            self._border = rank_border(self._model, settings, device, self._stages.free, least)
             self._arena = self._allocate_arena(host)
-        self._parts = RunnerParts.of(self._model, self._arena.weights, settings)
+        self._parts = RunnerParts.of(self._model, self._arena.weights, settings, self._border)
         self._runner: ModelRunner | None = None
         self._copies = Workers(1, "copies")
         self._steps = Workers(1, "steps")
+        moves = self._border is not None and device.type == "cuda"
+        self._moves = Workers(1, "border") if moves else None
         self._host_pages: RankMemory | None = None
         self._fetches: Workers | None = None  # with host memory for KV pages
         self._writes: Workers | None = None
@@ -81,21 +86,23 @@ class Follower:
     def do(self, message: object) -> None:
         """Carry out a command of the leader. Commands must come in the order they were sent.
 
-        message: a RunStep, CopyImage, BuildRunner, CountPages, a command of page_copies.py or of
-            the arena.
+        message: a RunStep, CopyImage, BuildRunner, CountPages, MoveUnit, a command of
+            page_copies.py or of the arena.
         """
         match message:
             case RunStep():
                 self._run(message)
             case CopyImage():
                 self._copy(message)
-            case BuildRunner(pages, slots):
+            case BuildRunner(pages, slots, trial):
                 self._runner = None
-                self._runner = self._parts.build(pages, slots)
+                self._runner = self._parts.build(pages, slots, trial=trial)
             case CountPages():
                 self._count_pages()
             case AllocateHostPages():
                 self._allocate_host_pages()
+            case MoveUnit():
+                self._move_unit(message)
             case StorePages(copies, states):
                 assert self._host_pages is not None, "pages without host memory for them"
                 self._host_pages.store(copies, states)
@@ -112,11 +119,14 @@ class Follower:
 
     def _allocate_arena(self, host: SharedMemory) -> FollowingArena:
         settings, shape = self._settings, self._model.config.shape
-        wanted = resolve(settings.adapter_gpu_bytes, self._stages.free)
-        (gpu_bytes,) = self._group.minimum((wanted,))
+        if self._border is None:
+            memory = None
+            gpu_bytes = _least(self._group, resolve(settings.adapter_gpu_bytes, self._stages.free))
+        else:
+            memory, gpu_bytes = self._border.arena, self._border.most_bytes
         dtype = settings.torch_adapter_dtype
         slots = count_slots(gpu_bytes // dtype.itemsize, shape, settings.max_batch_adapters)
-        weights = allocate_weights(shape, gpu_bytes, slots, dtype, self._device)
+        weights = allocate_weights(shape, gpu_bytes, slots, dtype, self._device, memory)
         elements = settings.adapter_host_bytes // dtype.itemsize
         images = host_memory(elements, dtype, self._device.type == "cuda", host)
         return FollowingArena(weights, self._device, images, self._shard.index)
@@ -134,7 +144,7 @@ class Follower:
             model.shape,
             settings,
             self._stages,
-            lambda number: self._group.minimum((number,))[0],
+            partial(_least, self._group),
         )
 
     def _allocate_host_pages(self) -> None:
@@ -145,7 +155,7 @@ class Follower:
             runner.state_tensors,
             settings,
             len(runner.kv_windows),
-            lambda number: self._group.minimum((number,))[0],
+            partial(_least, self._group),
         )
         if allocated is not None:
             self._host_pages = allocated
@@ -166,6 +176,24 @@ class Follower:
 
         if self._host_pages.waits:
             worker.submit(report, urgent=True)
+        else:
+            report()
+
+    def _move_unit(self, message: MoveUnit) -> None:
+        assert self._border is not None, "memory that moves without a border"
+        move = self._border.memory.move(message)
+
+        def report() -> None:
+            failed = 0
+            try:
+                move()
+            except Exception:
+                log.exception("memory_not_moved")
+                failed = 1
+            self._report(CopyReport(message.number, failed))
+
+        if self._moves is not None:
+            self._moves.submit(report, urgent=True)
         else:
             report()
 
@@ -213,6 +241,10 @@ class _MoreLogits:
         for each in self._inputs:
             rows, heads = each.upload(hidden.device)
             logits_of(hidden[rows], heads)
+
+
+def _least(group: RankGroup, number: int) -> int:
+    return group.minimum((number,))[0]
 
 
 def _wait(event: CopyEvent) -> None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from lorikeet_engine.adapter_format import BaseShape
+from lorikeet_engine.device.border_memory import BorderUnit
 from lorikeet_engine.device.memory import MemoryShare, gib, resolve
 from lorikeet_engine.errors import SettingsError
 from lorikeet_engine.execution.kv_tensors import allocate_states, kv_shape
@@ -43,6 +44,7 @@ class MemoryPlan:
         pages, this holds for sequences of max_context tokens.
     max_context: maximum number of tokens of prompt plus output that model and settings allow.
     kv_of_longest: bytes of KV pages that one sequence of max_context tokens needs.
+    lendable: bytes of KV pages that adapters may borrow; 0 with a fixed border.
     """
 
     weights: int
@@ -55,6 +57,7 @@ class MemoryPlan:
     kv_tokens: int
     max_context: int
     kv_of_longest: int
+    lendable: int = 0
 
     @property
     def total(self) -> int:
@@ -75,11 +78,18 @@ def plan_memory(
     """
     memory = DeviceMemory(free)
     _take(memory, "weights", weights)
-    _take(memory, "slot pool", resolve(settings.adapter_gpu_bytes, memory.free))
     shape = shard.part_of(config.shape)
+    _take(memory, "slot pool", arena_bytes(config, shape, settings, memory.free))
     _take(memory, "steps and graphs", step_bytes(config, shape, settings))
     slots, pages = count_states_and_pages(config, shape, settings, memory, lambda number: number)
     page_bytes, needs = _page_bytes(config, shape, settings), page_needs(config, settings)
+    check_speculation(shape, settings)
+    kv_tokens, lendable = needs.tokens(pages, config.max_context), 0
+    if settings.moving_border:
+        unit = border_unit(config, shape, settings)
+        longest = needs.in_steps(min(config.max_context, kv_tokens))
+        units = pages // unit.pages
+        lendable = (units - least_units(units, longest, unit)) * unit.bytes
     return MemoryPlan(
         weights=weights,
         slot_pool=memory.bytes["slot pool"],
@@ -88,10 +98,24 @@ def plan_memory(
         cached_states=max(0, slots - least_states(settings)),
         kv=pages * page_bytes,
         kv_dtype=settings.kv_dtype,
-        kv_tokens=needs.tokens(pages, config.max_context),
+        kv_tokens=kv_tokens,
         max_context=config.max_context,
         kv_of_longest=needs.in_steps(config.max_context) * page_bytes,
+        lendable=lendable,
     )
+
+
+def check_speculation(shape: BaseShape, settings: EngineSettings) -> None:
+    """Raise SettingsError if the settings ask for a draft LoRA in a model with recurrent states.
+
+    Noise would change the states.
+    """
+    if settings.speculation == "draft" and shape.recurrent is not None:
+        raise SettingsError(
+            "speculation=draft: a draft LoRA is served by models of attention alone, and this one "
+            "has layers with recurrent states: want lookup, mtp or off",
+            field="speculation",
+        )
 
 
 def count_states_and_pages(
@@ -182,6 +206,8 @@ def count_pages(
     free = memory.free - _copy_bytes(config, shape, settings)
     kv_bytes = resolve(settings.kv_bytes, free)
     pages, context = kv_bytes // page_bytes, settings.max_context or settings.page_size
+    if settings.moving_border:
+        pages -= pages % border_unit(config, shape, settings).pages
     needed = needs.in_steps(context)
     if pages >= needed and kv_bytes <= free:
         return pages
@@ -191,6 +217,39 @@ def count_pages(
         f"{memory}: lower max_context, adapter_gpu_bytes or max_batch_tokens, or change kv_bytes"
         + (" or state_bytes" if shape.recurrent else "")
     )
+
+
+def border_unit(config: ModelConfig, shape: BaseShape, settings: EngineSettings) -> BorderUnit:
+    """Return the memory that moves at once between the arena and the KV pages of a device.
+
+    shape: part of the base model that this process computes.
+    """
+    pieces, planes, *page = kv_shape(config, shape, 1, settings.page_size, settings.device)
+    page_bytes = math.prod(page) * settings.torch_kv_dtype.itemsize
+    return BorderUnit.of(pieces * planes, page_bytes, settings.device)
+
+
+def arena_bytes(config: ModelConfig, shape: BaseShape, settings: EngineSettings, free: int) -> int:
+    """Return the bytes of the adapters' arena at the start: with a moving border, whole units.
+
+    shape: part of the base model that this process computes.
+    free: bytes of the device that the weights have left free.
+    """
+    size = resolve(settings.adapter_gpu_bytes, free)
+    if not settings.moving_border:
+        return size
+    unit = border_unit(config, shape, settings).bytes
+    return -(-size // unit) * unit
+
+
+def least_units(units: int, longest: int, unit: BorderUnit) -> int:
+    """Return the units of KV pages that adapters never borrow: a quarter, and those of one
+    sequence.
+
+    units: all units of KV pages.
+    longest: pages of the longest sequence.
+    """
+    return max(-(-units // 4), -(-longest // unit.pages))
 
 
 def count_slots(elements: int, shape: BaseShape, at_least: int) -> int:

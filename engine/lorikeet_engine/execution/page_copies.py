@@ -1,4 +1,5 @@
-"""Copies of KV pages, and of states of delta nets, between a rank's device and its host memory.
+"""Copies of KV pages, and of states of delta nets, between a rank's device, its host memory and its
+disk.
 
 On CUDA no step waits for a copy:
 
@@ -32,7 +33,7 @@ import numpy as np
 import torch
 
 from lorikeet_engine.device.async_copies import Download, upload
-from lorikeet_engine.errors import DeviceLost, SettingsError
+from lorikeet_engine.errors import SettingsError
 from lorikeet_engine.execution.page_file import PageFile
 from lorikeet_engine.parallel.followers import Followers, for_good
 from lorikeet_engine.residency.host_arena import host_memory
@@ -369,7 +370,7 @@ class RankMemory(NamedTuple):
 
     @property
     def waits(self) -> bool:
-        """Whether copies but stores take time, so that threads make them."""
+        """Whether fetches and writings take time, so that threads make them."""
         return self.pages.device.type == "cuda" or self.places > 0
 
     def store(self, copies: Sequence[PageCopy], states: Sequence[PageCopy]) -> None:
@@ -382,7 +383,7 @@ class RankMemory(NamedTuple):
 
 
 class PageCopies:
-    """Copies of KV pages between GPU and host memory, in all ranks. For the engine's thread.
+    """Copies of KV pages between GPU, host memory and disk, in all ranks. For the engine's thread.
 
     The KV cache's HostPages decide which pages, and which states of delta nets, are copied.
 
@@ -401,7 +402,7 @@ class PageCopies:
         """Begin without copies.
 
         followers: processes of the other ranks; None without tensor parallelism.
-        wake: called, perhaps on another thread, when a fetch is over.
+        wake: called, perhaps on another thread, when a fetch or a writing is over.
         """
         self.memory, self.page_bytes, self.state_bytes = memory, page_bytes, state_bytes
         self._own, self._followers, self._wake = memory.pages, followers, wake
@@ -451,18 +452,18 @@ class PageCopies:
         if self._writer is not None:
             self._begin_writing(host, cache.host_states, self._writer)
 
-    def abandon(self) -> None:
-        """Wait for the copies in flight, whose pages nobody will use.
+    def abandon(self) -> bool:
+        """Wait at most 10 s for the copies in flight, whose pages nobody will use.
 
-        Raises DeviceLost if they have not ended after 10 s: they could overwrite later pages.
+        Returns False if they have not ended, so that they may overwrite later pages.
         """
         futures = [*self._under_way.values()]
         if self._writing is not None:
             futures.append(self._writing[1])
-        if wait(futures, _ABANDON_S).not_done:
-            raise DeviceLost("copies of KV pages have not ended within 10 s")
+        ended = not wait(futures, _ABANDON_S).not_done
         self._under_way.clear()
         self._writing = None
+        return ended
 
     def read_s(self, size: int) -> float:
         """Return the seconds that reading so many bytes from the disk is expected to take."""
@@ -490,9 +491,9 @@ class PageCopies:
             self._writing = command, self._begin(command, writer)
 
     def _end_writing(self, cache: KVCache) -> None:
-        """Let the cache find pages that are written to the disk.
+        """Let pages that are written to the disk be replaced in host memory.
 
-        After a failure nothing more is written: a failing disk would cost all steps their time.
+        After a failure nothing more is written.
         """
         assert self._writing is not None
         (command, future), self._writing = self._writing, None

@@ -3,6 +3,7 @@
 The file has no name, so it ends with its process, even a killed one, and no other process reads it.
 """
 
+import ctypes
 import os
 import tempfile
 import time
@@ -27,7 +28,8 @@ class PageFile:
     """
 
     def __init__(self, folder: Path, size: int, row_bytes: int) -> None:
-        """Create the file and allocate its blocks. Raises OSError if the disk has too few.
+        """Create the file and allocate its blocks. Raises OSError if the disk has too few, or if
+        its file system cannot allocate blocks without writing them.
 
         size: size of the file in bytes.
         row_bytes: bytes of a row.
@@ -38,7 +40,7 @@ class PageFile:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115
         if self.places:
-            os.posix_fallocate(self._file.fileno(), 0, self.places * self._stride)
+            _allocate(self._file.fileno(), self.places * self._stride)
         costs = LoadCosts()  # until reads are measured
         self._latency_s, self._byte_s = costs.disk_latency_s, 1 / costs.disk_bytes_per_s
 
@@ -62,6 +64,14 @@ class PageFile:
         byte_s = (time.monotonic() - began_s) / (_KEY_BYTES + self._row_bytes)
         self._byte_s += _WEIGHT * (byte_s - self._byte_s)
         return done == _KEY_BYTES + self._row_bytes and found == key
+
+
+def _allocate(fd: int, size: int) -> None:
+    # os.posix_fallocate would write all blocks on file systems that cannot allocate them.
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.fallocate(fd, 0, ctypes.c_int64(0), ctypes.c_int64(size)):
+        error = ctypes.get_errno()
+        raise OSError(error, os.strerror(error))
 
 
 def _bytes_of(row: torch.Tensor) -> memoryview:

@@ -55,7 +55,7 @@ class PooledPrompts:
         score: the base model's own head, for prompts whose adapter has none; None without one.
         """
         ends = accumulate(chunk.length for chunk in chunks)
-        pairs = [(chunk, end - 1) for chunk, end in zip(chunks, ends, strict=True) if pools(chunk)]
+        pairs = [(chunk, end - 1) for chunk, end in zip(chunks, ends, strict=True) if chunk.pools]
         self._means = [pair for pair in pairs if _has_mean(pair[0].sequence)]
         others = [pair for pair in pairs if not _has_mean(pair[0].sequence)]
         self._plain = [pair for pair in others if not _labels(pair[0])]
@@ -138,12 +138,6 @@ class PooledPrompts:
             if chunk.completes:
                 means.append((chunk, torch.from_numpy(whole / sequence.prompt_length)))
         return means
-
-
-def pools(chunk: Chunk) -> bool:
-    """Whether a chunk ends a prompt that is to be pooled, or has tokens of a prompt's mean."""
-    sequence = chunk.sequence
-    return sequence.request.pools is not None and (chunk.completes or _has_mean(sequence))
 
 
 def _has_mean(sequence: Sequence) -> bool:

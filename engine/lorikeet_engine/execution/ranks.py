@@ -49,10 +49,12 @@ class BuildRunner:
 
     pages: number of KV pages.
     slots: number of slots for states of delta nets; 0 for a model without delta nets.
+    trial: whether another runner replaces this one before the engine starts.
     """
 
     pages: int
     slots: int
+    trial: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ from itertools import groupby
 
 import torch
 
+from lorikeet_engine.execution.border import RankBorder
 from lorikeet_engine.execution.cuda_graphs import CudaGraphs, StepLimits
 from lorikeet_engine.execution.kv_tensors import allocate_kv, allocate_states
 from lorikeet_engine.execution.steps import ModelRunner
@@ -32,26 +33,43 @@ class RunnerParts:
     attention: AttentionBackend
     weights: LoraWeights
     settings: EngineSettings
+    border: RankBorder | None = None
 
     @classmethod
-    def of(cls, model: LlamaModel, weights: LoraWeights, settings: EngineSettings) -> "RunnerParts":
+    def of(
+        cls,
+        model: LlamaModel,
+        weights: LoraWeights,
+        settings: EngineSettings,
+        border: RankBorder | None = None,
+    ) -> "RunnerParts":
         """Choose the attention for a model. Raises SettingsError if no attention kernels suit it.
 
         weights: memory of the adapters' weights on the device.
+        border: memory that adapters and KV pages share; None: each has its own.
         """
         shapes = _attention_shapes(model, settings)
-        return cls(model, choose_attention(shapes, model.device), weights, settings)
+        return cls(model, choose_attention(shapes, model.device), weights, settings, border)
 
     def build(
-        self, pages: int, slots: int, runner: Callable[..., ModelRunner] = ModelRunner
+        self,
+        pages: int,
+        slots: int,
+        runner: Callable[..., ModelRunner] = ModelRunner,
+        *,
+        trial: bool = False,
     ) -> ModelRunner:
         """Build a runner: allocate `pages` KV pages and, on CUDA, capture graphs.
 
         slots: number of slots for states; ignored for a model without delta nets.
         runner: class or function that makes the runner.
+        trial: whether another runner will replace this one.
         """
         model = self.model
-        kv = allocate_kv(model.config, model.shape, self.settings, pages, model.device)
+        if self.border is None or trial:
+            kv = allocate_kv(model.config, model.shape, self.settings, pages, model.device)
+        else:
+            kv = self.border.allocate_kv(pages)
         state_dtype = self.settings.torch_state_dtype
         states = allocate_states(model.shape, slots, model.dtype, model.device, state_dtype)
         graphs = _capture(model, self.attention, self.weights, kv, states, self.settings)

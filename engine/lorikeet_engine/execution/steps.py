@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -19,11 +20,12 @@ from lorikeet_engine.execution.batch_builder import (
     build_step_input,
     divide_by_adapter,
     group_by_adapter,
+    with_noise,
 )
 from lorikeet_engine.execution.cuda_graphs import CudaGraphs
 from lorikeet_engine.execution.grammar_masks import allowed_tokens
 from lorikeet_engine.execution.kv_tensors import parts_of_pages, with_parts
-from lorikeet_engine.execution.pooling import PooledPrompts, pools
+from lorikeet_engine.execution.pooling import PooledPrompts
 from lorikeet_engine.execution.prompt_scores import LogitsReader, PromptScores
 from lorikeet_engine.kernels.attention.protocol import AttentionBackend
 from lorikeet_engine.kernels.lora.types import LoraWeights, Segments
@@ -190,8 +192,12 @@ class ModelRunner:
         if scores is not None:
             scores.compute(hidden, lambda h, heads: self.model.logits(h, self.weights, heads))
         rows = batch.logit_rows
-        wanted = hidden if len(rows) == len(hidden) else hidden[rows]
+        wanted = hidden if batch.ordered and len(rows) == len(hidden) else hidden[rows]
         return self.model.logits(wanted, self.weights, batch.head_segments)
+
+
+Predict = Callable[[torch.Tensor], torch.Tensor]
+"""Returns predictions for the sampled tokens, [rows] int64 → [predictions] int64."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,13 +208,13 @@ class SampledTokens:
     tokens: sampled tokens by row of the logits; meaningless in rows with an error.
     logprobs: log probabilities by row, for rows that requested them.
     errors: errors by row, for rows without a token.
-    predicted: token that the MTP head predicts after each; empty: the step has no predictions.
+    predicted: by row, tokens that the MTP head or the draft LoRA predicts after the sampled one.
     """
 
     tokens: list[int]
     logprobs: Mapping[int, TokenLogprobs]
     errors: Mapping[int, EngineError]
-    predicted: list[int] = field(default_factory=list)
+    predicted: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
 
     def accepted(self, row: int, drafted: tuple[int, ...]) -> int:
         """Return how many drafted tokens of a sequence are accepted: the first ones, as far as they
@@ -260,16 +266,19 @@ class PendingSample:
         tokens: torch.Tensor,
         logprobs: list[LogprobReadback | ProcessedLogprobs],
         errors: Mapping[int, EngineError],
-        predict: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        predict: Predict | None = None,
+        predictions: Mapping[int, int] | None = None,
     ) -> None:
         """Begin to copy the tokens to the host.
 
-        predict: returns the MTP head's predictions for the sampled tokens; None without it.
+        predict: returns predictions for the sampled tokens; None: there are none.
+        predictions: by row, the number of predictions after the row's token, in their order.
         """
         self.tokens = tokens.clamp(min=0)
         self._sequences = sequences
         self._download = Download(tokens)
         self._predicted = None if predict is None else Download(predict(self.tokens))
+        self._predictions = predictions or {}
         self._logprobs = logprobs
         self._errors = errors
 
@@ -282,7 +291,12 @@ class PendingSample:
             for row, token in enumerate(tokens):
                 if token == NOT_FINITE:
                     errors.setdefault(row, NotFinite.under(self._sequences[row].adapter))
-        predicted = [] if self._predicted is None else self._predicted.wait().tolist()
+        predicted, at = dict[int, tuple[int, ...]](), 0
+        if self._predicted is not None:
+            values = self._predicted.wait().tolist()
+            for row, count in self._predictions.items():
+                predicted[row] = tuple(values[at : at + count])
+                at += count
         return SampledTokens(tokens, logprobs, errors, predicted)
 
 
@@ -295,7 +309,9 @@ class ForwardPass:
     logits: [tokens to sample, vocab], on the device, in the order of the chunks.
     scores: log probabilities of the prompts' tokens; None if no prompt is scored.
     pooled: embeddings or head's scores of the prompts; None if no prompt is pooled.
-    predict: has the MTP head predict a token after each sampled one, [rows] int64; None without it.
+    predict: has the MTP head predict a token after each sampled one, [rows] int64, or returns what
+        the draft LoRA has predicted; None without either.
+    predictions: by row, the number of tokens predicted after the sampled one.
     """
 
     chunks: list[Chunk]
@@ -303,7 +319,8 @@ class ForwardPass:
     launch: StepLaunch
     scores: PromptScores | None
     pooled: PooledPrompts | None
-    predict: Callable[[torch.Tensor], torch.Tensor] | None = None
+    predict: Predict | None = None
+    predictions: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def sequences(self) -> list[Sequence]:
@@ -355,17 +372,37 @@ def compute(
     launched_s, chunks = time.perf_counter(), group_by_adapter(plan.chunks)
     sampled = previous.sample.tokens if previous else None
     divided = divide_by_adapter(chunks)
-    step_input = build_step_input(divided, settings.page_size, runner.kv_windows)
+    in_batch = with_noise(divided, plan.draft)
+    step_input = build_step_input(in_batch, settings.page_size, runner.kv_windows)
     scores = PromptScores(divided, plan.scored, settings.max_running) if plan.scored else None
     pooled = _pooled(divided, runner)
     batch = step_input.upload(torch.device(settings.device), sampled)
     runner.share(step_input, sampled, scores)
     logits = runner.forward(batch, _Readers.of(scores, pooled))
     launch = StepLaunch(launched_s, len(chunks), len(batch.segments or ()), expected)
-    predict = None
+    forward = ForwardPass(chunks, logits, launch, scores, pooled)
     if runner.model.config.mtp is not None:
         predict = partial(_predict, runner, batch, divided, plan.predicts)
-    return ForwardPass(chunks, logits, launch, scores, pooled, predict)
+        rows = len(forward.sequences) if plan.predicts else 0
+        return replace(forward, predict=predict, predictions=dict.fromkeys(range(rows), 1))
+    if in_batch is not divided:
+        return _with_noise_read(forward)
+    return forward
+
+
+def _with_noise_read(forward: ForwardPass) -> ForwardPass:
+    """Take the draft LoRA's predictions from the last rows of the logits, those of noise."""
+    ends = accumulate(chunk.rows for chunk in forward.chunks)
+    counts = {
+        end - 1: len(chunk.noise)
+        for end, chunk in zip(ends, forward.chunks, strict=True)
+        if chunk.noise
+    }
+    rows = len(forward.sequences)
+    predicted = forward.logits[rows:].argmax(-1)
+    return replace(
+        forward, logits=forward.logits[:rows], predict=lambda _: predicted, predictions=counts
+    )
 
 
 def _predict(
@@ -388,7 +425,7 @@ def _predict(
 
 
 def _pooled(chunks: list[Chunk], runner: ModelRunner) -> PooledPrompts | None:
-    if not any(map(pools, chunks)):
+    if not any(chunk.pools for chunk in chunks):
         return None
     return PooledPrompts(chunks, runner.weights, runner.model.score)
 
@@ -428,7 +465,8 @@ def sample(
     if logprobs is not None:
         logprobs.download(logits, tokens)
     reported = [each for each in (logprobs, processed) if each is not None]
-    pending = PendingSample(sequences, tokens, reported, allowed.errors, forward.predict)
+    predicted = forward.predict, forward.predictions
+    pending = PendingSample(sequences, tokens, reported, allowed.errors, *predicted)
     return InFlightStep(
         forward.chunks,
         pending,

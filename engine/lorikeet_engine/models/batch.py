@@ -51,6 +51,7 @@ class Batch:
     segments: LoRA work of the layers; None: no sequence has an adapter.
     head_segments: LoRA work of lm_head, over the rows of logit_rows; None: no adapter changes it.
     states: states of delta nets or Mamba 2 that the step uses; None for a model without either.
+    ordered: whether logit_rows ascends.
     """
 
     token_ids: torch.Tensor
@@ -63,3 +64,4 @@ class Batch:
     segments: Segments | None
     head_segments: Segments | None = None
     states: StateRows | None = None
+    ordered: bool = True

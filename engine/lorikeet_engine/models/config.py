@@ -23,7 +23,7 @@ from lorikeet_engine.adapter_format.base_config import flag, integer, number, re
 from lorikeet_engine.adapter_format.families import LayerKind, RecurrentKeys, Width
 from lorikeet_engine.kernels.moe import Clamp
 from lorikeet_engine.models.kv_groups import KvGroups, KvPlace
-from lorikeet_engine.models.rope_config import (
+from lorikeet_engine.models.rotary import (
     RopeConfig,
     context_of_positions,
     rope_configs,

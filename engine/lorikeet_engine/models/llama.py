@@ -69,8 +69,7 @@ from lorikeet_engine.models.norms import (
     shared_qk_norm,
     summed_product,
 )
-from lorikeet_engine.models.rope_config import RopeConfig
-from lorikeet_engine.models.rotary import RotaryEmbeddings, Turns
+from lorikeet_engine.models.rotary import RopeConfig, RotaryEmbeddings, Turns
 from lorikeet_engine.models.score_head import ScoreHead
 from lorikeet_engine.models.states import RecurrentStates
 from lorikeet_engine.models.stored_tensors import check_tied_head, find_tensors
@@ -132,6 +131,7 @@ class LlamaModel:
         size = config.vocab_size, shape.hidden
         self._embeddings = checkpoint.read(["model.embed_tokens.weight"], [size[0]], size[1])
         self._layers = [_Layer(config, checkpoint, i, ranks) for i in range(shape.layers)]
+        self._outer_layer = shape.outer_layer
         scalar = read_layer_scalar(config, checkpoint, shape.layers - 1)
         self._norm = RmsNorm(config, checkpoint, "model.norm", scalar)
         cut = Cut(size, checkpoint.shard.vocabulary(config.vocab_size), range(shape.hidden))
@@ -234,8 +234,7 @@ class LlamaModel:
     def _embed(self, batch: Batch, lora: LoraStep | None) -> torch.Tensor:
         x = F.embedding(batch.token_ids, self._embeddings)
         if lora is not None:
-            layer = self.config.shape.outer_layer
-            embed_adapted(x, batch.token_ids, lora, layer, *self._embeddings_groups)
+            embed_adapted(x, batch.token_ids, lora, self._outer_layer, *self._embeddings_groups)
         return x if self._multiplier == 1.0 else x.mul_(self._multiplier)
 
     def logits(
@@ -248,15 +247,15 @@ class LlamaModel:
         segments: runs of these rows whose adapters change lm_head; None: no adapter does
         → [rows, vocab] in hidden's dtype; [0, vocab] in ranks other than the leader
         """
-        logits, layer = linear(hidden, self._head), self.config.shape.outer_layer
+        logits = linear(hidden, self._head)
         if segments is not None and segments.max_rank > 0:
             assert lora is not None, "segments without adapter weights"
-            add_lora(logits, hidden, lora, segments, layer, self._head_group)
+            add_lora(logits, hidden, lora, segments, self._outer_layer, self._head_group)
         if self._ranks is not None:
             logits = self._ranks.gather_logits(logits, self.config.vocab_size)
         if segments is not None and len(logits):
             assert lora is not None, "segments without adapter weights"
-            replace_logits(logits, hidden, lora, segments, layer, self._head_rows)
+            replace_logits(logits, hidden, lora, segments, self._outer_layer, self._head_rows)
         scaling, cap = self.config.logits_scaling, self.config.logits_soft_cap
         if scaling != 1.0:
             logits.div_(scaling)

@@ -143,14 +143,19 @@ class EngineProcessClient:
         return self._call("residency", ref)
 
     def pin(
-        self, ref: AdapterRef, tier: Residency = Residency.GPU, passing: bool = False
+        self,
+        ref: AdapterRef,
+        tier: Residency = Residency.GPU,
+        passing: bool = False,
+        draft: bool = False,
     ) -> Future[None]:
         """Load an adapter up to a tier and keep it there until `unpin`.
 
         passing: whether the pin is temporary, so that the adapter's image (its matrices packed for
             the GPU) is not written to the disk.
+        draft: whether the adapter drafts tokens of all answers, in place of an earlier one.
         """
-        return self._call("pin", ref, tier, passing)
+        return self._call("pin", ref, tier, passing, draft)
 
     def unpin(self, digest: str) -> Future[None]:
         """Remove an adapter's pin, so that the adapter may be evicted."""

@@ -63,6 +63,27 @@ class FreeList:
                 best = min(best, (end - begin - holes, begin, end))
         return best[1:]
 
+    def extend(self, size: int) -> None:
+        """Add this many free elements to the arena's end."""
+        self.total += size
+        self.release(self.total - size, size)
+
+    def cut(self, size: int) -> None:
+        """Take this many elements from the arena's end, used ones included.
+
+        The caller no longer releases the elements behind the new end.
+        """
+        self.total -= size
+        kept = [(offset, min(hole, self.total - offset)) for offset, hole in self._holes]
+        self._holes = [(offset, hole) for offset, hole in kept if hole > 0]
+        self.free = sum(hole for _, hole in self._holes)
+
+    def copy(self) -> "FreeList":
+        """Return a free list with the same blocks."""
+        copied = FreeList(self.total)
+        copied.free, copied._holes = self.free, self._holes.copy()
+        return copied
+
     def compact(self, begin: int, end: int) -> None:
         """Record that a range's used blocks were moved to its front, leaving one hole behind them.
 

@@ -181,7 +181,8 @@ class ImageChecks:
 
     def _begin(self) -> "_UnderWay | None":
         found = ((tier, next(slices)) for tier, slices in self._rounds.items())
-        slices = {tier: each for tier, each in found if each is not None}
+        # the memory of an image that has moved may be gone
+        slices = {tier: each for tier, each in found if each and each.image.unchanged()}
         if not slices:
             return None
         sums = [_begin_sum(each.elements) for each in slices.values()]

@@ -48,6 +48,10 @@ class Pins:
     def __contains__(self, digest: str) -> bool:
         return digest in self._pins
 
+    def __bool__(self) -> bool:
+        """Whether any adapter is pinned."""
+        return bool(self._pins)
+
     @property
     def loading(self) -> bool:
         """Whether an adapter is being loaded for a pin."""

@@ -6,6 +6,7 @@ the GPU, each for a LoadReason of its own.
 """
 
 import logging
+import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -36,10 +37,11 @@ from lorikeet_engine.residency.host_arena import HostArena
 from lorikeet_engine.residency.image_checks import ImageChecks
 from lorikeet_engine.residency.loader import Loader, LoadResult
 from lorikeet_engine.residency.packed_image import PackedImage
-from lorikeet_engine.residency.pins import Pins
+from lorikeet_engine.residency.pins import RETRY_S, Pins
 from lorikeet_engine.residency.prefetches import Prefetches
 from lorikeet_engine.residency.requested_adapters import RequestedAdapters
 from lorikeet_engine.residency.stats import ResidencyStats
+from lorikeet_engine.scheduling.border_policy import Evicted
 from lorikeet_engine.telemetry.status import (
     AdapterStatus,
     Distribution,
@@ -83,6 +85,7 @@ class Tiers:
         world: int = 1,
         followers: Followers | None = None,
         base: BaseRows | None = None,
+        arena: torch.Tensor | None = None,
     ) -> None:
         """Allocate memory for adapters on the GPU and the host.
 
@@ -99,13 +102,18 @@ class Tiers:
         followers: processes of the other ranks, which repeat all operations on `arena`.
         base: reads rows of the base model's weights and biases, which are needed to pack DoRA's
             magnitudes and biases that replace the base model's; None: no adapter may have these.
+        arena: bytes to use as the GPU's arena, of which the first gpu_bytes are there, and which
+            extend_arena and cut_arena change; None: allocate gpu_bytes.
         """
-        self._wake = wake
-        self.weights = allocate_weights(shape, gpu_bytes, max_slots, dtype, device)
+        self._on_work, self._has_work = wake, True
+        self._look_s: float | None = None  # when `advance` has work again; None: at once
+        self._retry_s: float | None = None  # when the engine is to call `advance` at the latest
+        wake = self._wake
+        self.weights = allocate_weights(shape, gpu_bytes, max_slots, dtype, device, arena)
         self.arena = arena_of(self.weights, device, followers)
         self._changes = ResidencyChanges(self.residency_of)
         self.changed, note = self._changes.changed, self._changes.note
-        clock, pool = time.monotonic, SlotPool(self.weights.arena.numel(), max_slots)
+        clock, pool = time.monotonic, SlotPool(gpu_bytes // dtype.itemsize, max_slots)
         self._pool = pool
         self._gpu = GpuAdapters(pool, self.arena, LeastUsedForItsSize(), clock, note)
         self._compositions = Compositions(self._gpu, self.arena, limits.max_rank, max_slots, clock)
@@ -140,6 +148,41 @@ class Tiers:
     def available_bytes(self) -> int:
         """Bytes of the GPU's arena that are free or could be freed by evictions now."""
         return self._gpu.available_elements * self.weights.arena.itemsize
+
+    @property
+    def arena_elements(self) -> int:
+        """Elements of the GPU's arena that are there now."""
+        return self._pool.elements
+
+    @property
+    def waits_for_gpu(self) -> bool:
+        """Whether a requested adapter is on the host and waits for GPU memory."""
+        return self._requests.wait_for_gpu
+
+    def remember_evicted(self, size: int) -> None:
+        """Remember adapters evicted from the GPU, up to `size` bytes, for take_missed_s."""
+        self._gpu.evicted = Evicted(size // self.weights.arena.itemsize)
+
+    def take_missed_s(self) -> float:
+        """Return the seconds of loads of remembered adapters, from the host, that requests have
+        needed since the last call.
+        """
+        missed, self._gpu.missed = self._gpu.missed, []
+        if not missed:
+            return 0.0
+        costs, itemsize = self.load_costs(), self.weights.arena.itemsize
+        return sum(costs.load_s(Residency.HOST, elements * itemsize) for elements in missed)
+
+    def extend_arena(self, size: int) -> None:
+        """Use `size` more bytes of the arena, which are there now."""
+        self._gpu.extend(size // self.weights.arena.itemsize)
+
+    def cut_arena(self, size: int) -> bool:
+        """Use the arena's last `size` bytes no more, once the steps launched so far have ended.
+
+        Returns False if leases, guards and pins leave too little room.
+        """
+        return self._gpu.cut(size // self.weights.arena.itemsize)
 
     @property
     def victim(self) -> EvictionCandidate | None:
@@ -220,6 +263,7 @@ class Tiers:
         """
         for member in ref.members:
             if not self._gpu.guard(member.digest):
+                self._has_work = True
                 self._requests.request(member, tenant)
 
     def lease(self, ref: Adapter, tenant: str = "") -> Lease | CompositionLease | None:
@@ -239,10 +283,30 @@ class Tiers:
     def advance(self) -> float | None:
         """Place loaded adapters on the GPU; begin loads for pins and prefetches.
 
-        Other adapters are evicted as needed.
+        Other adapters are evicted as needed. To be called between two steps; does nothing in most
+        of them, in which no adapter moves: only after a `wake`, while requests wait for adapters,
+        and with pins every RETRY_S seconds.
 
-        To be called between two steps. Returns the seconds after which to call again even without a
-        `wake`; None if that is not needed.
+        Returns the seconds after which to call again even without a `wake`; None if that is not
+        needed.
+        """
+        self._checks.step()
+        # Taken before the work: a guard that ends during it may have prevented an eviction.
+        began_s = time.monotonic()
+        if self._has_work or self._look_s is None or began_s >= self._look_s:
+            self._has_work = False  # first: a `wake` during the work is for the next call
+            self._retry_s = self._move(began_s)
+            waits = self._requests.loading or self._requests.wait_for_gpu
+            later_s = began_s + RETRY_S if self._pins else math.inf
+            look_s = later_s if self._retry_s is None else self._retry_s
+            self._look_s = None if waits else look_s
+        return None if self._retry_s is None else max(0.0, self._retry_s - began_s)
+
+    def _move(self, began_s: float) -> float | None:
+        """Place loaded adapters on the GPU, and begin loads. Returns the time, by the monotonic
+        clock, at which to call again even without a `wake`; None if that is not needed.
+
+        began_s: the present time.
         """
         self._take_copies()
         for result in map(self._excused, self._loader.results()):
@@ -250,16 +314,14 @@ class Tiers:
             self._pins.on_result(result)
             self._prefetches.on_result(result)
             self._requests.on_result(result)  # keeps or releases the image, which is held for it
-        # Taken before the work: a guard that ends during it may have prevented an eviction.
-        began_s = time.monotonic()
         self._requests.advance()
         may_place = not self._requests.wait_for_gpu
         retry_s = self._pins.maintain(may_place=may_place)
         may_load = not self._pins.loading and not self._requests.loading
         self._prefetches.advance(may_load=may_load, may_place=may_place)
-        self._checks.step()
         guard_s = None if may_place else self._gpu.next_guard_end_s(began_s)
-        return min((s for s in (retry_s, guard_s) if s is not None), default=None)
+        delay_s = min((s for s in (retry_s, guard_s) if s is not None), default=None)
+        return None if delay_s is None else began_s + delay_s
 
     def _excused(self, result: LoadResult) -> LoadResult:
         """Return a load's result, without the error if the store lacks the blob and only a prefetch
@@ -373,13 +435,18 @@ class Tiers:
         as their sizes are known.
         """
         elements = sum(self._stats.elements(member.digest) or 0 for member in ref.members)
-        if elements > self._pool.elements or len(ref.members) > self._pool.slots:
+        if elements > self._pool.least or len(ref.members) > self._pool.slots:
             raise AdapterTooLarge(
                 f"the adapters of {ref} do not fit on the GPU together: compose fewer, or enlarge "
                 "the adapter memory",
                 elements=elements,
-                max_elements=self._pool.elements,
+                max_elements=self._pool.least,
             )
+
+    def _wake(self) -> None:
+        """Have the next `advance` work, and the engine call it. Any thread may call this."""
+        self._has_work = True
+        self._on_work()
 
     def _place(
         self, ref: AdapterRef, image: PackedImage, reason: LoadReason, uses: float = 0.0

@@ -28,33 +28,37 @@ The model's head for multi-token prediction (MTP) predicts one token after each 
 device in head_s, so a draft of it is known once the host has read the token. A sequence that
 decodes in every step has always a token that is not read yet. Therefore all decodes draft, or none:
 if it pays, all pause until the host has read, and all of them wait after each step with drafts.
+
+A draft LoRA of the base model makes the base model predict k tokens at once (Uno, vLLM PR #55947):
+k random tokens, the noise, stand behind a sequence's last token. They are computed in the same step
+with the draft LoRA, and from each of them the token after the next is predicted. The next step
+verifies these k tokens. A step has noise behind drafted tokens, too, if it becomes longer by at
+most half of the chance that all of them come true. Else steps alternate, and two steps give
+
+    2 N + E    tokens in    step_s(N + K) + draft_s + step_s(N + K) + 2 _GAP_S
 """
 
 import math
 from collections.abc import Mapping
 from itertools import islice, takewhile
+from random import Random
+from statistics import fmean
 from typing import NamedTuple
 
-from lorikeet_engine.costs import StepCosts
+from lorikeet_engine.costs import DRAFT_GAP_S, LEAST_DRAFT_GAIN, MOST_DRAFTED, StepCosts
 from lorikeet_engine.request import DraftSource
 from lorikeet_engine.scheduling.forced_budget import ForcedPieces
 from lorikeet_engine.scheduling.recent_answers import RecentAnswers
-from lorikeet_engine.scheduling.sequence import Chunk, Sequence
-
-MOST_DRAFTED = 8
-"""Maximum number of drafted tokens of a sequence in a step."""
+from lorikeet_engine.scheduling.sequence import AdapterLease, Chunk, Sequence
 
 # Acceptance below which no draft is made.
 _LEAST_ACCEPTANCE = 0.25
-# Tokens per second that drafts must gain; less might be an error of the estimate.
-_LEAST_GAIN = 1.1
+_LEAST_GAIN = LEAST_DRAFT_GAIN
 # Longest time of a step with drafts beside sequences without, relative to the step without drafts.
 _LONGEST = 1.04
-# Assumed time for which the device waits, if no step can be launched before drafts are read.
-_GAP_S = 1e-3
-# Steps in which the MTP head predicts nothing after a pause that led to no draft, or if its drafts
-# do not pay.
-_MTP_PAUSE = 8
+_GAP_S = DRAFT_GAP_S
+# Steps in which nothing is predicted after a prediction that led to no draft.
+_PAUSES: dict[DraftSource | None, int] = {DraftSource.MTP: 8, DraftSource.DRAFT: 32}
 _UNREAD = -1  # in place of a token that is not known yet
 
 
@@ -99,6 +103,7 @@ class DraftBudget:
     predicted time of steps.
 
     answers: recent answers of adapters, in which drafts are found.
+    adapter: lease of the draft LoRA; None until it is on the GPU.
     """
 
     def __init__(
@@ -108,7 +113,8 @@ class DraftBudget:
         goal_s: float | None = None,
         pieces: ForcedPieces | None = None,
         *,
-        mtp: bool = False,
+        predictor: DraftSource | None = None,
+        vocabulary: int = 0,
     ) -> None:
         """Start without answers.
 
@@ -117,14 +123,17 @@ class DraftBudget:
         goal_s: longest time that a step with decodes may take; None: no goal.
         pieces: sizes and limits of steps with drafts, if these run as several CUDA graphs; None:
             they are padded like all small steps.
-        mtp: whether the model's head for multi-token prediction drafts, too.
+        predictor: the model's head for multi-token prediction or a draft LoRA, which draft, too.
+        vocabulary: number of token ids of which a draft LoRA's noise is drawn.
         """
         self._costs, self._sizes, self._pieces = costs, sizes, pieces
         self._longest_s = math.inf if goal_s is None else goal_s
         self.answers = RecentAnswers()
-        self._mtp = mtp
-        self._predicts = False  # whether the MTP head predicts in the last planned step
-        self._mtp_pause = 0  # steps until the MTP head predicts again
+        self._predictor = predictor
+        self.adapter: AdapterLease | None = None
+        self._predicts = 0  # tokens predicted after each sampled one in the last planned step
+        self._pause = 0  # steps until the predictor predicts again
+        self._noise, self._vocabulary = Random(0), vocabulary
 
     def ended(self, sequence: Sequence) -> None:
         """Keep the answer of a sequence that has ended, for drafts of its adapter's next ones."""
@@ -144,49 +153,119 @@ class DraftBudget:
             return Drafts({})
         drafts = [draft for each in decodes if (draft := self._draft_of(each)) is not None]
         if alone:
-            best = self._with_mtp(drafts, decodes) if self._mtp else drafts
+            best = self._with_predicted(drafts, decodes) if self._predicting else drafts
             if counts := self._together(best, decodes, room):
                 cut = _cut(best, counts)
                 unread = any(_UNREAD in tokens for tokens in cut.values())
-                return Drafts({} if unread else cut, holds=self._mtp)
-            if self._predicts:
-                self._mtp_pause = _MTP_PAUSE
+                return Drafts({} if unread else cut, holds=self._predicting is not None)
+            if self._predicts and any(s.pending_rows or _predicted(s) for s in decodes):
+                self._pause = _PAUSES[self._predicting]
         if not drafts or self._too_many(drafts):
             return Drafts({})
         longest = sorted(drafts, key=lambda draft: -sum(draft.odds()))
         tokens = ((odds, draft) for draft in longest for odds in draft.odds())
         return Drafts(_cut(drafts, self._best([*islice(tokens, room)], decodes, together=False)))
 
-    def predicts(self, chunks: list[Chunk], room: int, *, alone: bool) -> bool:
-        """Return whether the MTP head predicts a token after each one that a step samples.
+    def predicts(self, chunks: list[Chunk], room: int, *, alone: bool) -> list[int]:
+        """Return how many tokens are predicted after each chunk's sampled token; [] for none.
 
-        It does in steps of decodes alone, if drafts could pay were they all right.
+        The MTP head predicts one in steps of decodes alone, if drafts could pay were they all
+        right. Of a draft LoRA it is the number that gives most tokens a second.
 
         chunks: the step's chunks.
-        room: maximum number of drafted tokens in the next step.
+        room: maximum number of drafted tokens in the next step, and of noise tokens in this one.
         alone: whether no other sequence computes or waits; else the next step drafts nothing.
         """
-        self._predicts = False
-        if not self._mtp or not alone or not chunks or room <= 0:
-            return False
+        self._predicts = 0
+        if self._predicting is None or not alone or not chunks or room <= 0:
+            return []
         sequences = [chunk.sequence for chunk in chunks]
         if not all(s.decodes and not s.background for s in sequences):
-            return False
-        if self._mtp_pause:
-            self._mtp_pause -= 1
-            return False
+            return []
+        if self._pause:
+            self._pause -= 1
+            return []
+        if self._predicting is DraftSource.DRAFT:
+            return self._noise_counts(chunks, room)
         certain = [_Draft(s, [_UNREAD], 1.0, 0, DraftSource.MTP) for s in sequences]
-        self._predicts = bool(self._together(certain, sequences, room))
-        return self._predicts
+        self._predicts = int(bool(self._together(certain, sequences, room)))
+        return [1] * len(chunks) * self._predicts
 
-    def _with_mtp(self, drafts: list[_Draft], decodes: list[Sequence]) -> list[_Draft]:
-        """Return drafts with those of the MTP head of which more tokens will come true.
+    def noise(self, count: int) -> tuple[int, ...]:
+        """Draw the tokens of noise: the draft LoRA is trained on uniformly random ones."""
+        return tuple(self._noise.choices(range(self._vocabulary), k=count))
+
+    @property
+    def _predicting(self) -> DraftSource | None:
+        """Predictor that can predict now."""
+        return None if self._is_draft and self.adapter is None else self._predictor
+
+    @property
+    def _is_draft(self) -> bool:
+        return self._predictor is DraftSource.DRAFT
+
+    def _noise_counts(self, chunks: list[Chunk], room: int) -> list[int]:
+        """Return the number of noise tokens behind each chunk of a step; [] for none.
+
+        If the draft LoRA has been wrong too often, it is tried with one token.
+        """
+        sequences, count = [chunk.sequence for chunk in chunks], len(chunks)
+        rows = sum(chunk.length for chunk in chunks)
+        known = [s.lookup.predictor_acceptance for s in sequences if s.lookup is not None]
+        acceptance = fmean(known) if known else 1.0
+        most = min(MOST_DRAFTED, (room - rows + count) // count)
+        self._predicts = self._best_noise(sequences, acceptance, most)
+        if not self._predicts and self._best_noise(sequences, 1.0, most):
+            self._predicts = 1
+        if not self._predicts:
+            return []
+        free, context = sum(not chunk.drafted for chunk in chunks), self._context(sequences)
+        behind = self._step_s(rows, count * self._predicts, context)
+        few_s = self._step_s(rows, free * self._predicts, context)
+        # noise behind drafted tokens saves a step if all of them come true
+        came = [acceptance ** len(chunk.drafted) for chunk in chunks if chunk.drafted]
+        everywhere = free == count or behind <= (1 + sum(came) / count / 2) * few_s
+        return [
+            max(0, min(self._predicts, _drafts_left(s) - len(chunk.drafted) - 1))
+            if everywhere or not chunk.drafted
+            else 0
+            for s, chunk in zip(sequences, chunks, strict=True)
+        ]
+
+    def _best_noise(self, sequences: list[Sequence], acceptance: float, most: int) -> int:
+        """Return the number of noise tokens behind each sequence that yields most tokens a second;
+        0 if drafts would not pay.
+
+        acceptance: probability that a predicted token comes true if all before it do.
+        most: upper bound of the result.
+        """
+        count, context = len(sequences), self._context(sequences)
+        plain_s, costs = self._step_s(count, 0, context), self._costs
+        assert self.adapter is not None, "noise without a draft LoRA"
+        draft_s = costs.lora_s + costs.rank_s * self.adapter.rank
+        best, per_s, expected = 0, _LEAST_GAIN * count / plain_s, 0.0
+        for tokens in range(1, most + 1):
+            expected += count * acceptance**tokens
+            step_s = self._step_s(count, count * tokens, context)
+            if step_s + draft_s > self._longest_s:
+                break
+            both = (2 * count + expected) / (2 * step_s + draft_s + 2 * _GAP_S)
+            if both > per_s:
+                best, per_s = tokens, both
+        return best
+
+    def _context(self, sequences: list[Sequence]) -> float:
+        """Return the number of tokens that decodes of these sequences attend to."""
+        return sum(self._costs.decode_sees(sequence.length) for sequence in sequences)
+
+    def _with_predicted(self, drafts: list[_Draft], decodes: list[Sequence]) -> list[_Draft]:
+        """Return drafts with those of the predictor of which more tokens will come true.
 
         drafts: drafts of other sources.
         """
         best = {draft.sequence: draft for draft in drafts}
         for sequence in decodes:
-            draft, other = self._mtp_draft_of(sequence), best.get(sequence)
+            draft, other = self._predicted_draft_of(sequence), best.get(sequence)
             if draft and (other is None or sum(draft.odds()) > sum(other.odds())):
                 best[sequence] = draft
         return [*best.values()]
@@ -200,9 +279,10 @@ class DraftBudget:
         """Return the number of drafted tokens of each sequence, of which none computes in the next
         step; {} if drafts would not pay.
 
-        Without an MTP head, all must have a draft.
+        Without a predictor, all must have a draft.
         """
-        if not drafts or self._too_many(drafts) or not (self._mtp or len(drafts) == len(decodes)):
+        needs_all = self._predicting is None
+        if not drafts or self._too_many(drafts) or (needs_all and len(drafts) < len(decodes)):
             return {}
         tokens = ((odds, draft) for draft in drafts for odds in draft.odds())
         likeliest = sorted(tokens, key=lambda token: -token[0])[:room]
@@ -219,11 +299,11 @@ class DraftBudget:
         tokens: drafted tokens in the order in which they are taken, each as the probability that it
             is accepted and its draft.
         decodes: all sequences that decode in the step, with or without a draft.
-        together: whether no sequence computes in the next step. Without an MTP head, all must have
+        together: whether no sequence computes in the next step. Without a predictor, all must have
             a draft then.
         """
         count = sum(sequence.decode_tokens for sequence in decodes)
-        context = sum(self._costs.decode_sees(sequence.length) for sequence in decodes)
+        context = self._context(decodes)
         plain_s = self._step_s(count, 0, context)
         # tokens that are computed again, with the right state, are no new ones
         made = {sequence: 1 + len(sequence.forced) for sequence in decodes}
@@ -240,8 +320,8 @@ class DraftBudget:
             if not together:
                 drafting = sum(made[sequence] for sequence in counts)
                 per_s = (2 * plain - drafting + expected) / (step_s + plain_s)
-            elif self._mtp or len(counts) == len(decodes):
-                head_s = self._costs.head_s if self._mtp else 0.0
+            elif self._predicting or len(counts) == len(decodes):
+                head_s = self._costs.head_s if self._predictor is DraftSource.MTP else 0.0
                 per_s = (plain + expected) / (step_s + head_s + _GAP_S)
             else:
                 continue
@@ -287,9 +367,11 @@ class DraftBudget:
         lookup, forced = sequence.lookup, sequence.forced
         if lookup is None:
             lookup = sequence.begin_lookup(self.answers.of(sequence.answers_key))
+            if self._predictor is not None:
+                lookup.predictor = self._predictor
         skipped = len(sequence.pending_rows)
         first = skipped + len(forced)  # of the predicted tokens that may be drafted
-        most = min(MOST_DRAFTED, sequence.max_tokens - sequence.output_length - 1)
+        most = min(MOST_DRAFTED, _drafts_left(sequence))
         predicted = lookup.predict(first + most if most > 0 else 0)
         if lookup.acceptance < _LEAST_ACCEPTANCE:
             return None
@@ -302,20 +384,30 @@ class DraftBudget:
             return None
         return _Draft(sequence, tokens, lookup.acceptance, skipped, lookup.source)
 
-    def _mtp_draft_of(self, sequence: Sequence) -> _Draft | None:
-        """Return the MTP head's draft of a decoding sequence; None if it cannot have any.
+    def _predicted_draft_of(self, sequence: Sequence) -> _Draft | None:
+        """Return the predictor's draft of a decoding sequence; None if it cannot have any.
 
-        The drafted token is _UNREAD if the host has not read the token before it.
+        The drafted tokens are _UNREAD if the host has not read the token before them.
         """
-        lookup, left = sequence.lookup, sequence.max_tokens - sequence.output_length
-        if lookup is None or sequence.forced or left < 2:
+        lookup, left = sequence.lookup, _drafts_left(sequence)
+        if lookup is None or sequence.forced or left < 1 or self._predicting is None:
             return None
-        token, acceptance = lookup.predicted, lookup.mtp_acceptance
+        tokens, acceptance = lookup.predicted, lookup.predictor_acceptance
         if sequence.pending_rows:
-            token = _UNREAD if self._predicts else None
-        if token is None or token in sequence.stop_ids or acceptance < _LEAST_ACCEPTANCE:
+            tokens = (_UNREAD,) * self._predicts
+        drafted = list(takewhile(lambda t: t not in sequence.stop_ids, tokens[:left]))
+        if not drafted or acceptance < _LEAST_ACCEPTANCE:
             return None
-        return _Draft(sequence, [token], acceptance, 0, DraftSource.MTP)
+        return _Draft(sequence, drafted, acceptance, 0, self._predicting)
+
+
+def _predicted(sequence: Sequence) -> tuple[int, ...]:
+    return () if sequence.lookup is None else sequence.lookup.predicted
+
+
+def _drafts_left(sequence: Sequence) -> int:
+    """Return how many tokens may be drafted before the last token of a sequence."""
+    return sequence.max_tokens - sequence.output_length - 1
 
 
 def _cut(drafts: list[_Draft], counts: Mapping[Sequence, int]) -> dict[Sequence, tuple[int, ...]]:

@@ -32,6 +32,7 @@ from itertools import chain, zip_longest
 from typing import NamedTuple
 
 from lorikeet_engine.kernels.delta_net import CHUNK
+from lorikeet_engine.scheduling.border_policy import Evicted
 from lorikeet_engine.scheduling.host_pages import (
     CachedPage,
     Fetch,
@@ -302,6 +303,8 @@ class KVCache(PagePool):
     host: host memory for pages that leave the cache; None if there is none.
     host_states: host memory for states that leave the cache; None if there is none, or if the model
         has no delta nets.
+    evicted: keys of the pages that left the cache last; None where the number of pages is fixed.
+    missed_tokens: tokens computed again whose pages are in `evicted`.
     """
 
     state_piece = CHUNK
@@ -327,6 +330,8 @@ class KVCache(PagePool):
         if states is not None and host_states is not None:
             states.on_evict = self._store_state
         self._arriving: dict[tuple[int, bytes], Fetch] = {}  # by group of layers and key
+        self.evicted: Evicted | None = None
+        self.missed_tokens = 0
 
     def pages_for(self, tokens: int) -> int:
         """Return the number of pages, in one group of layers, that hold `tokens` tokens."""
@@ -383,6 +388,8 @@ class KVCache(PagePool):
         if self.pages_lacking(wanted, spare) > 0:
             self._release_all(shared)
             return False
+        if self.evicted is not None:
+            self.missed_tokens += self.page_size * self.evicted.run(keys[hit:])
         kv.pages = [array("i", pages) for pages in shared]
         kv.first = first
         self._extend(kv, total - hit, end - hit)
@@ -677,6 +684,8 @@ class KVCache(PagePool):
         if self.host is not None:
             of = self._groups[page], key, self._adapters[page], self._tenants[page]
             self.host.store(CachedPage(*of), page)
+        if self.evicted is not None and not self._groups[page]:
+            self.evicted.add(key, 1)
         super()._evict(page, key)
 
     def _store_state(self, slot: int, key: bytes, adapter: str | None, tenant: str) -> None:

@@ -17,7 +17,8 @@ class PagePool:
     """
 
     def __init__(self, pages: int, groups: int = 1) -> None:
-        self.pages = pages
+        self.pages = pages  # that have memory
+        self._withdrawn = bytearray(pages)  # 1: loses its memory as soon as it has no reference
         self._references = [0] * pages
         self._keys: list[bytes | None] = [None] * pages
         self._groups = [0] * pages  # meaningful only for pages with a key
@@ -87,7 +88,7 @@ class PagePool:
         tenant: tenant for whom the page was computed.
         """
         pages = self._pages_of[group]
-        if self._keys[page] is None and key not in pages:
+        if self._keys[page] is None and key not in pages and not self._withdrawn[page]:
             self._keys[page], self._groups[page] = key, group
             self._adapters[page], self._tenants[page] = adapter_digest, tenant
             pages[key] = page
@@ -125,9 +126,38 @@ class PagePool:
             assert self._references[page] > 0, f"KV page {page} released twice"
             self._references[page] -= 1
             if self._references[page] == 0:
+                if self._withdrawn[page]:
+                    self.pages -= 1
+                    continue
                 self._free[page] = None
                 if self._keys[page] is None:
                     self._free.move_to_end(page, last=False)
+
+    def referenced(self, pages: Iterable[int]) -> int:
+        """Return the number of these pages that sequences have."""
+        return sum(self._references[page] > 0 for page in pages)
+
+    def withdraw(self, pages: Iterable[int]) -> None:
+        """Allocate and share these pages no more; those with references stay until they have none.
+
+        Cached pages among them leave the cache.
+        """
+        for page in pages:
+            self._withdrawn[page] = 1
+            if (key := self._keys[page]) is not None:
+                self._evict(page, key)
+            if self._references[page] == 0:
+                del self._free[page]
+                self.pages -= 1
+
+    def restore(self, pages: Iterable[int]) -> None:
+        """Allocate these withdrawn pages again."""
+        for page in pages:
+            self._withdrawn[page] = 0
+            if self._references[page] == 0:
+                self._free[page] = None
+                self._free.move_to_end(page, last=False)
+                self.pages += 1
 
     def _evict(self, page: int, key: bytes) -> None:
         """Remove the key of a cached page that is about to be given to a sequence."""

@@ -40,7 +40,7 @@ def may_begin(active: list[Sequence], max_running: int, place: tuple[bool, float
 
 
 def sequences_to_preempt(
-    waiting: Sequence | None, active: list[Sequence], max_running: int, cache: KVCache
+    waiting: Sequence, active: list[Sequence], max_running: int, cache: KVCache
 ) -> list[Sequence]:
     """Return the running sequences to preempt for a waiting sequence.
 
@@ -49,12 +49,12 @@ def sequences_to_preempt(
     this sequence. The second condition does not protect background sequences from foreground ones.
     Returns [] if too few sequences may be preempted.
 
-    waiting: sequence that lacks a slot or KV pages; None if there is none.
+    waiting: sequence that lacks a slot or KV pages.
     active: running sequences that still compute tokens.
     max_running: number of slots for running sequences.
     cache: tells how many KV pages are needed and lacking.
     """
-    if waiting is None or waiting.status is SequenceStatus.FINISHED:
+    if waiting.status is SequenceStatus.FINISHED:
         return []
     pages = cache.most_pages(waiting.length)
     lacking = cache.pages_lacking(pages, len(active))

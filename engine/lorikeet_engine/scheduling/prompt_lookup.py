@@ -36,8 +36,9 @@ class PromptLookup:
 
     source: kind of text in which the latest prediction was found: the sequence itself or recent
         answers.
-    predicted: next token by the model's head for multi-token prediction; None: there is none. It
-        is no part of `predict`, but its acceptance is kept, too.
+    predicted: next tokens by `predictor`; () without any. They are no part of `predict`, but their
+        acceptance is kept, too.
+    predictor: the model's head for multi-token prediction, or the draft LoRA.
     """
 
     def __init__(
@@ -58,12 +59,13 @@ class PromptLookup:
         self._next: int | None = None  # index in _followed of the token predicted to come next
         self._failures = 0  # since the last prediction that came true
         self._search_at = 0  # number of tokens from which to search again
-        self.predicted: int | None = None
+        self.predicted: tuple[int, ...] = ()
+        self.predictor = DraftSource.MTP
 
     @property
-    def mtp_acceptance(self) -> float:
-        """Moving average, from 0 to 1, of how often `predicted` came true."""
-        return self._acceptance[DraftSource.MTP]
+    def predictor_acceptance(self) -> float:
+        """Moving average, from 0 to 1, of how often a token of `predicted` came true."""
+        return self._acceptance[self.predictor]
 
     @property
     def acceptance(self) -> float:
@@ -73,9 +75,10 @@ class PromptLookup:
     def extend(self, tokens: Iterable[int]) -> None:
         """Append tokens of the sequence, each of which is compared with its prediction."""
         for token in tokens:
-            if self.predicted is not None:
-                came, self.predicted = self.predicted == token, None
-                self._acceptance[DraftSource.MTP] += _NEWEST * (came - self.mtp_acceptance)
+            if self.predicted:
+                came = self.predicted[0] == token
+                self._acceptance[self.predictor] += _NEWEST * (came - self.predictor_acceptance)
+                self.predicted = self.predicted[1:] if came else ()
             if self._next is not None and self._followed[self._next] == END:
                 self._next = None  # the answer that was followed ended here
             if self._next is not None:

@@ -32,8 +32,8 @@ _UNUSED_S = 600.0
 _SHORTEST = 4
 # Weight of the last answer in the acceptance.
 _NEWEST = 1 / 4
-# Acceptance that is assumed of the head for multi-token prediction until it is known.
-_MTP_ACCEPTANCE = 0.6
+# Acceptance that is assumed of an MTP head and of a draft LoRA until it is known.
+_FIRST_ACCEPTANCE = dict.fromkeys((DraftSource.MTP, DraftSource.DRAFT), 0.6)
 
 Key = tuple[str, str, str | None]
 """Tenant, salt and adapter digest (None for the base model) of requests."""
@@ -54,7 +54,7 @@ class AdapterAnswers:
     def __init__(self) -> None:
         self.tokens: Tokens = np.empty(0, np.int32)
         self.used_s = 0.0
-        self.acceptance = dict.fromkeys(DraftSource, 0.0) | {DraftSource.MTP: _MTP_ACCEPTANCE}
+        self.acceptance = dict.fromkeys(DraftSource, 0.0) | _FIRST_ACCEPTANCE
 
     @property
     def nbytes(self) -> int:

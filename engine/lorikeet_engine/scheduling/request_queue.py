@@ -185,6 +185,11 @@ class RequestQueue:
         self._outputs: list[Output] = []
 
     @property
+    def closed(self) -> bool:
+        """Whether the queue accepts no more requests."""
+        return self._closed
+
+    @property
     def submitted(self) -> list[Sequence]:
         """Choices that the engine's thread has not taken yet."""
         return list(self._submitted)

@@ -27,7 +27,13 @@ from lorikeet_engine.scheduling.preemption import (
     may_begin,
     sequences_to_preempt,
 )
-from lorikeet_engine.scheduling.sequence import Chunk, ScoredRows, Sequence, SequenceStatus
+from lorikeet_engine.scheduling.sequence import (
+    AdapterLease,
+    Chunk,
+    ScoredRows,
+    Sequence,
+    SequenceStatus,
+)
 from lorikeet_engine.scheduling.step_budget import PromptBudget, StepBudget
 from lorikeet_engine.scheduling.step_counters import StepCounters
 from lorikeet_engine.scheduling.waiting_queue import WaitingQueue, prefilling_in_fair_order
@@ -66,12 +72,14 @@ class StepPlan:
     scored: for prompt_logprobs, the prompt tokens of the chunks from whose logits the log
         probability of the next prompt token is computed.
     predicts: whether the MTP head predicts a token after each sampled one.
+    draft: lease of the draft LoRA, for the noise of chunks; None without noise.
     """
 
     chunks: list[Chunk]
     failed: dict[Sequence, AdapterError]
     scored: list[ScoredRows]
     predicts: bool = False
+    draft: AdapterLease | None = None
 
 
 class Throughput:
@@ -143,6 +151,7 @@ class Scheduler:
     costs: predicts the time of steps, from which the cost of prompts is computed.
     counters: counts begun and preempted sequences, and drafted tokens.
     drafts: chooses the drafted tokens of steps; None for steps without.
+    lacks_pages: whether in the last plan the next sequence lacked nothing but KV pages.
     """
 
     def __init__(
@@ -169,6 +178,7 @@ class Scheduler:
         # Next in fair order, if the last plan had no slot or too few KV pages for it.
         self._short_of_memory: Sequence | None = None
         self._lacks_room = False  # Admission.lacks_room of the last plan
+        self.lacks_pages = False
         self._in_background = 0  # sequences that have not finished
         self._background_tokens = 0  # that the planned step may still compute
 
@@ -242,11 +252,14 @@ class Scheduler:
         if self._cache.states is not None:
             chunks = [self._with_state(chunk) for chunk in chunks]
         self._throughput.step_planned(prefills.saturated)
-        predicts = False
+        predicted, draft = list[int](), None
         if self._drafts is not None:
             room, alone = self._limits.sequences - len(active), self._alone(chunks, active)
-            predicts = self._drafts.predicts(chunks, room, alone=alone)
-        return StepPlan(chunks, self._drop_failed(prefills.failed), budget.scored, predicts)
+            predicted = self._drafts.predicts(chunks, room, alone=alone)
+            if predicted and (draft := self._drafts.adapter) is not None:
+                chunks = self._with_noise(chunks, predicted, self._drafts)
+        failed = self._drop_failed(prefills.failed)
+        return StepPlan(chunks, failed, budget.scored, bool(predicted), draft)
 
     def launched(self, chunks: list[Chunk], forced: Mapping[int, tuple[int, ...]]) -> None:
         """Record that a step with these chunks was launched; the next plan counts the step's tokens
@@ -260,6 +273,7 @@ class Scheduler:
         for chunk in chunks:
             sequence, drafted = chunk.sequence, len(chunk.drafted)
             sequence.kv.computed = chunk.end - drafted
+            sequence.cost.counter.charge(PROMPT_TOKEN * len(chunk.noise))
             sequence.timings.steps += 1
             if chunk.completes:
                 sequence.add_pending(row, () if drafted else forced.get(row, ()))
@@ -350,10 +364,11 @@ class Scheduler:
             if sequence.background:
                 sequence.release()
         self._preempt_all(self._background_giving_way(active), active)
-        waiting, max_running = self._short_of_memory, self._limits.sequences
-        giving = sequences_to_preempt(waiting, active, max_running, self._cache)
-        self._preempt_all(giving, active)
+        if (waiting := self._short_of_memory) is not None:
+            most = self._limits.sequences
+            self._preempt_all(sequences_to_preempt(waiting, active, most, self._cache), active)
         self._short_of_memory, self._lacks_room = None, False
+        self.lacks_pages = False
 
     def _background_giving_way(self, active: list[Sequence]) -> list[Sequence]:
         """Return the running background sequences to preempt for waiting foreground sequences.
@@ -393,7 +408,8 @@ class Scheduler:
             return self._limits.tokens
         foreground = [sequence for sequence in active if not sequence.background]
         if not foreground:
-            return min(self._limits.tokens, step_budget.background_tokens_alone())
+            longest = max((sequence.decode_tokens for sequence in active), default=1)
+            return min(self._limits.tokens, max(step_budget.background_tokens_alone(), longest))
         rows = sum(sequence.decode_tokens for sequence in foreground if sequence.decodes)
         return step_budget.background_tokens(rows)
 
@@ -457,6 +473,26 @@ class Scheduler:
                 assert grown, "a draft without KV pages"
                 decodes[at] = chunk._replace(end=end, drafted=drafted, holds=True)
         return decodes
+
+    def _with_noise(
+        self, chunks: list[Chunk], counts: list[int], drafts: DraftBudget
+    ) -> list[Chunk]:
+        """Add noise for the draft LoRA behind chunks, and KV pages in which nobody reads it later.
+
+        Adds none if there are too few pages or tokens.
+
+        counts: number of noise tokens behind each chunk.
+        """
+        tokens = sum(chunk.length for chunk in chunks) + sum(counts)
+        pages = self._cache.may_all_grow(sum(counts))
+        if tokens > self._limits.tokens or not pages:
+            return chunks
+        noisy = list[Chunk]()
+        for chunk, count in zip(chunks, counts, strict=True):
+            grown = self._cache.grow(chunk.sequence.kv, chunk.end + count)
+            assert grown, "noise without KV pages"
+            noisy.append(chunk._replace(noise=drafts.noise(count)))
+        return noisy
 
     def _alone(self, chunks: list[Chunk], active: list[Sequence]) -> bool:
         """Whether all sequences have a chunk.
@@ -551,6 +587,8 @@ class Scheduler:
                 slot = running < self._limits.sequences
                 if not (slot and self._cache.allocate(sequence.kv, sequence.length, running)):
                     self._short_of_memory = sequence
+                    states = self._cache.states
+                    self.lacks_pages = slot and (states is None or states.free >= 2)
                     break
                 self._begin(sequence, admission)
                 begun.append(sequence)

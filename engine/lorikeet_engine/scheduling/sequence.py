@@ -404,14 +404,14 @@ class Sequence:
             self.decode_tokens = 1 + len(forced)
         self._append(tokens)
 
-    def accept(self, token: int, predicted: int | None = None) -> FinishReason | None:
+    def accept(self, token: int, predicted: tuple[int, ...] = ()) -> FinishReason | None:
         """Append the oldest sampled token that was not read yet, and the tokens forced after it.
 
         Returns the reason why the sequence ends; None if it goes on. A stop id ends the sequence
         and is not appended. Raises InvalidRequest if the grammar does not accept a token.
 
         token: the sampled token, which the host has just read.
-        predicted: token that the MTP head predicts after it; None: it predicts none.
+        predicted: tokens that the MTP head or the draft LoRA predicts after it.
         """
         self.awaits_read = self.awaits_read and len(self.pending_rows) > 1
         if token in self.stop_ids:
@@ -421,7 +421,7 @@ class Sequence:
         del self.pending_rows[0]
         accepted, self.forced = (token, *self.forced), ()
         self._append(accepted)
-        if self.lookup is not None and len(accepted) == 1:
+        if self.lookup is not None and len(accepted) == 1 and predicted:
             self.lookup.predicted = predicted
         if self.matcher is not None and self.matcher.must_end:
             return FinishReason.STOP
@@ -454,6 +454,9 @@ class Chunk(NamedTuple):
     drafted: predicted tokens at the chunk's end. A token is sampled in the place of each of them,
         and one behind the last.
     holds: whether the sequence takes part in no other step until the host has read this one.
+    noise: random tokens behind the chunk, from which the draft LoRA predicts the tokens after the
+        next one. They take part in the same step, as another chunk.
+    draft: lease of the draft LoRA in that other chunk; None in all others.
     """
 
     sequence: Sequence
@@ -464,6 +467,8 @@ class Chunk(NamedTuple):
     state: StateUse | None = None
     drafted: tuple[int, ...] = ()
     holds: bool = False
+    noise: tuple[int, ...] = ()
+    draft: AdapterLease | None = None
 
     @classmethod
     def of(cls, sequence: Sequence, max_tokens: int) -> "Chunk":
@@ -485,8 +490,18 @@ class Chunk(NamedTuple):
         return 1 + len(self.drafted) if self.completes else 0
 
     @property
+    def pools(self) -> bool:
+        """Whether the chunk ends a prompt that is to be pooled, or has tokens of a prompt's
+        mean.
+        """
+        pooling = self.sequence.request.pools
+        return pooling is not None and (self.completes or pooling is Pooling.MEAN)
+
+    @property
     def lease(self) -> AdapterLease | None:
         """Lease of the adapter that changes the chunk's last token; None if none does."""
+        if self.draft is not None:
+            return self.draft
         return self.sequence.lease if self.end > self.sequence.active_from else None
 
 

@@ -181,6 +181,27 @@ class LiveStats:
         return self.waiting + self.prefilling
 
 
+class BorderUsage(NamedTuple):
+    """Memory that adapters and KV pages share, in units, and moves since the start.
+
+    unit_bytes: bytes of a unit on each GPU.
+    arena_units, kv_units: units of each side now, with those that are about to arrive.
+    lent_units: units that the adapters have borrowed.
+    lendable_units: units of KV pages that the adapters may borrow at most.
+    moving: units that are moving or wait for sequences to end.
+    to_adapters, to_pages: units that have moved since the start.
+    """
+
+    unit_bytes: int
+    arena_units: int
+    kv_units: int
+    lent_units: int
+    lendable_units: int
+    moving: int
+    to_adapters: int
+    to_pages: int
+
+
 @dataclass(frozen=True, slots=True)
 class EngineStatus(DraftSums):
     """State of an engine, contents of each tier, and counts since the start.
@@ -208,6 +229,7 @@ class EngineStatus(DraftSums):
     moved: by digest, the new tier of each adapter whose tier has changed since the previous report.
         GPU means that requests can use the adapter now.
     host_pages: KV pages in host memory; None without memory for them.
+    border: memory that adapters and KV pages share; None with a fixed border.
     """
 
     live: LiveStats = field(default_factory=LiveStats)
@@ -229,6 +251,7 @@ class EngineStatus(DraftSums):
     states: StateUsage | None = None
     moved: Mapping[str, Residency] = field(default_factory=dict)
     host_pages: HostPageUsage | None = None
+    border: BorderUsage | None = None
 
 
 class AdapterStatus(NamedTuple):

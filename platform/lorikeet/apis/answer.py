@@ -96,7 +96,9 @@ class Answer:
         self._thoughts: list[list[str]] = [[] for _ in self._choices]
         self._texts: list[list[str]] = [[] for _ in self._choices]
         self._calls: list[list[ToolCallPart]] = [[] for _ in self._choices]
-        self._logprobs = [LogprobsJson(call.endpoint) for _ in self._choices]
+        self._logprobs: list[LogprobsJson] = []
+        if call.sampling.logprobs is not None:
+            self._logprobs = [LogprobsJson(call.endpoint) for _ in self._choices]
         self._token_ids: list[list[int]] = [[] for _ in self._choices]
         self._prompt_logprobs: list[PromptLogprobsJson] = []
         if call.sampling.prompt_logprobs is not None:
@@ -226,7 +228,8 @@ class Answer:
             self._calls[index] += calls
         if not self._call.stream:
             self._thoughts[index].append(delta.reasoning)
-            self._logprobs_bytes += self._logprobs[index].add(delta.logprobs)
+            if self._logprobs:
+                self._logprobs_bytes += self._logprobs[index].add(delta.logprobs)
             self._token_ids[index] += delta.token_ids
             return b""
         content = delta.text or calls or delta.logprobs or delta.reasoning or delta.token_ids
@@ -256,8 +259,7 @@ class Answer:
     def _choice(self, index: int) -> Choice:
         finish = self._choices[index].finish
         assert finish is not None
-        wanted = self._call.sampling.logprobs is not None
-        logprobs = self._logprobs[index] if wanted else None
+        logprobs = self._logprobs[index] if self._logprobs else None
         text, thought = "".join(self._texts[index]), "".join(self._thoughts[index])
         stop, calls, prompt_logprobs = self.stop_string(index), self._calls[index], None
         if self._prompt_logprobs:

@@ -239,6 +239,7 @@ class Pinned:
     priority: if not all pins fit, higher priorities are kept first.
     expires: Unix seconds; None: never.
     prompt: system prompt whose KV pages replicas compute before users ask; None: no prompt.
+    draft: whether the adapter drafts tokens of all answers of its base model.
     """
 
     tenant: str
@@ -250,6 +251,7 @@ class Pinned:
     reason: str = ""
     expires: float | None = None
     prompt: str | None = None
+    draft: bool = False
     type: Literal["pinned"] = "pinned"
 
 
@@ -319,7 +321,7 @@ def schema_of(changes: Iterable[Change]) -> int:
                 return SCHEMA
             case TenantOptionsSet(options=options) if not _NEW_OPTIONS.isdisjoint(options):
                 return SCHEMA
-            case Pinned(prompt=str()):
+            case Pinned(prompt=str()) | Pinned(draft=True):
                 return SCHEMA
             case KeyCreated(scopes=scopes):
                 pushes = pushes or Scope.PUBLISH in scopes

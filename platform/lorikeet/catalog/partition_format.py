@@ -119,8 +119,8 @@ def key_of(key_id: str, row: Json) -> KeyRecord:
 def pin_row(pin: PinRecord) -> Json:
     """Encode a pin as a JSON row."""
     promise = [pin.selector, str(pin.tier), pin.replicas, pin.priority, pin.reason, pin.expires]
-    prompt = () if pin.prompt is None else (pin.prompt,)
-    return [pin.tenant, pin.name, *promise, pin.created, pin.actor, *prompt]
+    more = (pin.prompt, True) if pin.draft else (pin.prompt,) if pin.prompt is not None else ()
+    return [pin.tenant, pin.name, *promise, pin.created, pin.actor, *more]
 
 
 def pin_of(row: Json) -> PinRecord:

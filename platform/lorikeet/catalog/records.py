@@ -330,6 +330,7 @@ class PinRecord:
     actor: author, such as a key's id.
     prompt: system prompt of the adapter's chats, whose KV pages replicas compute before users ask;
         None: no prompt.
+    draft: whether the adapter drafts tokens of all answers of its base model.
     """
 
     tenant: str
@@ -343,6 +344,7 @@ class PinRecord:
     created: float
     actor: str
     prompt: str | None = None
+    draft: bool = False
 
     @property
     def key(self) -> PinKey:

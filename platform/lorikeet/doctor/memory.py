@@ -57,6 +57,8 @@ def _judge(check: str, plan: "MemoryPlan", device: str, tensor_parallel: int) ->
         f"KV {show_size(plan.kv)}{in_fp8} for {plan.kv_tokens:,} tokens: "
         f"{plan.kv_tokens / plan.max_context:.1f} requests of the full {plan.max_context:,}"
     )
+    if plan.lendable:
+        found += f"; adapters may borrow {show_size(plan.lendable)} of it"
     if plan.kv_tokens < plan.max_context:
         more = (
             f"LORIKEET_KV_CACHE_MEMORY={-(-plan.kv_of_longest >> 20)}MiB holds one"

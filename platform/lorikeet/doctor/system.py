@@ -10,7 +10,7 @@ from pathlib import Path
 from lorikeet.addresses import port_is_free
 from lorikeet.doctor.finding import Finding, ok, problem, warning
 from lorikeet.doctor.planned_start import PlannedStart
-from lorikeet.gateway.audit import STDOUT
+from lorikeet.gateway.audit import STDOUT, is_collector
 from lorikeet.sizes import show_size
 
 
@@ -71,7 +71,7 @@ def check_load_from(planned: PlannedStart) -> Iterator[Finding]:
 def check_audit_log(planned: PlannedStart) -> Iterator[Finding]:
     """Check that the file of the audit stream, if there is one, can be written."""
     name = planned.settings.audit_log
-    if name is None or name == STDOUT:
+    if name is None or name == STDOUT or is_collector(name):
         return
     file = Path(name).absolute()
     is_fit = not file.is_dir() if file.exists() else file.parent.is_dir()

@@ -8,7 +8,7 @@ generate.py           steps of a generate request, in order: GenerateEndpoint (s
   replica_response.py   the answer, passed on as it arrives, with observers
     client_connection.py   cancels the call when the client hangs up; keeps silent streams alive
 routes/, admin/       all other routes of tenants and admins
-audit.py              a line of JSON for each change that a key asks the admin API for
+audit.py              a record of each change that a key asks the admin API for
 parity.py             parity proofs of registered and pushed versions, by a replica
 pushing/              versions that trainers push: received, sent to all replicas, then recorded
 vllm/, tinker/        endpoints of other servers that trainers call, off unless switched on

@@ -19,6 +19,7 @@ from lorikeet.gateway.admin.routes import admin_routes
 from lorikeet.gateway.audit import AuditMiddleware, AuditStream
 from lorikeet.gateway.auth import RequestAuthenticator
 from lorikeet.gateway.batches.runner import BatchRunner
+from lorikeet.gateway.body import LargeBodies
 from lorikeet.gateway.catalog_view import GatewayCatalogView
 from lorikeet.gateway.error_responses import (
     add_error_handlers,
@@ -28,7 +29,6 @@ from lorikeet.gateway.error_responses import (
     websocket_refusal,
 )
 from lorikeet.gateway.generate import GenerateEndpoint, generate_routes
-from lorikeet.gateway.large_bodies import LargeBodies
 from lorikeet.gateway.limit_sync import LimitSync
 from lorikeet.gateway.pushing.push_pipeline import PushPipeline
 from lorikeet.gateway.pushing.routes import PushEndpoints, push_routes
@@ -254,7 +254,7 @@ async def _running(
         if services.traces is not None:
             await services.traces.close()
         if services.audit is not None:
-            services.audit.close()
+            await asyncio.to_thread(services.audit.close)
 
 
 class RequestMiddleware:

@@ -1,4 +1,6 @@
-"""Audit stream: a line of JSON for each change that a valid key asks the admin API for."""
+"""Audit stream: a line of JSON, or an OTLP log record, for each change that a valid key asks the
+admin API for.
+"""
 
 import json
 import logging
@@ -34,13 +36,12 @@ class AuditStream:
     def __init__(self, to: str, gateway: str) -> None:
         """Open the stream. Raises OSError if the file cannot be opened.
 
-        to: `stdout`, or path of a file that lines are appended to. Several processes may append to
-            one file. A file that was moved or deleted is made again.
+        to: `stdout`; or address of an OpenTelemetry collector, which gets OTLP logs; or path of a
+            file that lines are appended to. Several processes may append to one file. A file that
+            was moved or deleted is made again.
         gateway: the gateway's name.
         """
-        handler = _Stream(sys.__stdout__) if to == STDOUT else _File(to)
-        handler.setFormatter(JsonLines())
-        self._handler, self._gateway = handler, gateway
+        self._handler, self._gateway = _handler(to, gateway), gateway
 
     def write(
         self, key: KeyRecord, request_id: str, action: str, subject: str, status: int, made: Any
@@ -71,7 +72,7 @@ class AuditStream:
         self._handler.handle(record)
 
     def close(self) -> None:
-        """Close the stream's file, if it is one."""
+        """Close the stream's file, or send what the collector has not got yet."""
         self._handler.close()
 
 
@@ -140,6 +141,25 @@ class _File(_Stream, logging.handlers.WatchedFileHandler):
             super().emit(record)
         except OSError:  # of opening the file again, which the base class lets pass
             self.handleError(record)
+
+
+def _handler(to: str, gateway: str) -> logging.Handler:
+    if is_collector(to):
+        from lorikeet.tracing.log_exporter import CollectorHandler  # a second of imports
+
+        return CollectorHandler(to, gateway, _log_lost)
+    handler = _Stream(sys.__stdout__) if to == STDOUT else _File(to)
+    handler.setFormatter(JsonLines())
+    return handler
+
+
+def is_collector(to: str) -> bool:
+    """Return whether the stream goes to a collector's address, rather than a file or stdout."""
+    return to.startswith(("http://", "https://"))
+
+
+def _log_lost(lines: int) -> None:
+    log.error("audit_not_written", extra={"error": f"the collector refuses {lines}, or is away"})
 
 
 def _result(status: int) -> str:

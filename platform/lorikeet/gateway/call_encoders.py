@@ -13,9 +13,8 @@ from lorikeet.protocol.messages import Call, EncodedCall, Endpoint, Refusal, Tok
 from lorikeet.request_defaults import RequestDefaults
 from lorikeet.settings import Settings
 from lorikeet.text.adapter_templates import AdapterTemplates, check_defaults
-from lorikeet.text.call_encoding import encode_call, is_short
 from lorikeet.text.detokenizer import Vocabulary
-from lorikeet.text.prompts import PromptEncoder
+from lorikeet.text.prompts import PromptEncoder, encode_call, is_short
 from lorikeet.text.tenant_threads import TenantThreads
 
 T = TypeVar("T")
@@ -66,7 +65,7 @@ class CallEncoders:
             return await result_before_disconnect(receive, encoding)
         except InvalidInput as error:
             refusal = Refusal(error.code, error.message, error.param)
-            raise Refused(refusal, call.endpoint) from None
+            raise Refused(refusal, call) from None
 
     async def encode_text(
         self,

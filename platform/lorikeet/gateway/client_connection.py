@@ -117,8 +117,9 @@ class KeptAliveStream(AbstractContextManager["KeptAliveStream"]):
     async def send(self, message: Message) -> None:
         """Send a message of the response's body; before the first one, send the headers."""
         async with self._lock:
-            begun = await self._begin()
-            assert begun, "a body comes behind an answer's header"
+            if not self.started:
+                begun = await self._begin()
+                assert begun, "a body comes behind an answer's header"
             await self._write(message)
 
     async def _begin(self) -> bool:

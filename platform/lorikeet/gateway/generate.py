@@ -25,11 +25,11 @@ from lorikeet.apis.pooling.request import (
     with_pooling,
 )
 from lorikeet.apis.request import ApiRequest, CallContext
+from lorikeet.apis.responses.items import StoredItems
 from lorikeet.apis.responses.request import InputTokensRequest, ResponsesRequest
 from lorikeet.errors import InvalidInput
 from lorikeet.gateway.auth import Caller, RequestAuthenticator
-from lorikeet.gateway.body import read_body
-from lorikeet.gateway.large_bodies import LargeBodies
+from lorikeet.gateway.body import LargeBodies, read_body
 from lorikeet.gateway.replica_response import (
     Headers,
     ReplicaResponse,
@@ -241,7 +241,10 @@ class GenerateEndpoint:
             scheduling = replace(scheduling, background=True)
         request_id: str = request.state.request_id
         session = request.headers.get(SESSION_HEADER) or body.session() or request_id
-        items = await self._stored.items(body, caller.tenant.name)
+        response = body if isinstance(body, ResponsesRequest) else None
+        items = StoredItems()
+        if response is not None:
+            items = await self._stored.items(response, caller.tenant.name)
         named = body.named_adapters(self._services.base_models)
         if named is None:
             model = await self._authenticator.resolve_model(body.model, caller, session)
@@ -251,12 +254,12 @@ class GenerateEndpoint:
             )
         # No await from here until `using` is entered: a version that ends now is kept.
         base_model, served = model.base_model, self._services.base_models[model.base_model]
-        stores, now = self._stored.stores(body), int(time.time())
+        stores = response is not None and self._stored.stores(response)
         defaults = served.sampling_of(model.defaults)
         body = body.with_sampling_defaults(defaults) if defaults else body
         context = CallContext(
             request_id,
-            now,
+            int(time.time()),
             caller.tenant.name,
             caller.max_context,
             scheduling,
@@ -281,6 +284,7 @@ class GenerateEndpoint:
             call.adapter,
             background=call.scheduling.background,
         )
+        before_end = None if response is None else self._stored.saver(response, context, call)
         # Nor from here until the response enters it again.
         if call.endpoint.counts:
             with trace.answering():
@@ -294,7 +298,7 @@ class GenerateEndpoint:
                 UsageObserver(self._services.usage, call, base_model, price),
             ],
             self._services.first_item_timeout_s,
-            self._stored.saver(body, context, call) or body.before_end(),
+            before_end or body.before_end(),
             self._services.uses.using(call.adapter),
         )
 

@@ -34,7 +34,7 @@ RESUMED_HEADER = "x-lorikeet-resumed"
 """Header with the reasons why other replicas went on with the answer, in order. In a stream that
 has begun, a comment of server-sent events, which clients skip, takes the header's place.
 """
-_COMMENT = b":"
+_COMMENT, _RESUMED = b":", RESUMED_HEADER.encode()
 _SILENT = "the replica ended without an answer: send the request again"
 
 
@@ -46,7 +46,7 @@ class RequestObserver(AbstractContextManager[Any], Protocol):
     """
 
     def on_item(self, item: StreamItem) -> None:
-        """Take note of an item of the replica's stream, before its bytes are sent to the client.
+        """Take note of an item of the replica's stream other than bytes.
 
         A Refusal can come instead of an answer, or in the middle of one.
         """
@@ -183,12 +183,21 @@ class ReplicaResponse(Response):
         """
         events, last = 0, list[bytes]()
         try:
-            async for chunk in self._all_bytes(first, items):
-                if self._ending:
+            if self._ending:
+                last.append(first)
+            else:
+                yield _body(first, more=True)
+                events = first.count(EVENT_END)
+            async for item in items:
+                chunk = self._bytes(item)
+                if isinstance(item, Resumed):
+                    reason = item.reason.encode()
+                    yield _body(b"%s %s: %s\n\n" % (_COMMENT, _RESUMED, reason), more=True)
+                elif self._ending:
                     last.append(chunk)
-                else:
+                elif chunk:
                     yield _body(chunk, more=True)
-                    events += 0 if chunk.startswith(_COMMENT) else chunk.count(EVENT_END)
+                    events += chunk.count(EVENT_END)
             if last and self._before_end is not None:
                 last = [await self._before_end(b"".join(last))]
         except LorikeetError as error:
@@ -198,27 +207,22 @@ class ReplicaResponse(Response):
             last = [failed_event(self.call, events, GenerationFailed(_SILENT))]
         yield _body(b"".join(last), more=False)
 
-    async def _all_bytes(self, first: bytes, items: Items) -> AsyncGenerator[bytes, None]:
-        yield first
-        async for item in items:
-            if chunk := self._bytes(item):
-                yield chunk
-            elif isinstance(item, Resumed):
-                yield b"%s %s: %s\n\n" % (_COMMENT, RESUMED_HEADER.encode(), item.reason.encode())
-
     def _bytes(self, item: StreamItem) -> bytes:
-        """Pass an item to the observers; return its bytes for the client, b"" if it has none.
+        """Return an item's bytes for the client; pass an item without bytes to the observers, and
+        return b"".
 
         Raises Refused if the item is a Refusal.
         """
+        if isinstance(item, bytes):
+            return item
         self._ending = self._ending or isinstance(item, FinalUsage)
         for observer in self.observers:
             observer.on_item(item)
         if isinstance(item, Refusal):
-            raise Refused(item, self.call.endpoint)
+            raise Refused(item, self.call)
         if isinstance(item, Resumed):
             self._resumed.append(item.reason)
-        return item if isinstance(item, bytes) else b""
+        return b""
 
     def _start(self, content_type: bytes, length: int | None = None) -> Message:
         assert self._header is not None, "a header comes before bytes"

@@ -14,9 +14,9 @@ from lorikeet.catalog.resumable_uploads import PART_BYTES
 from lorikeet.chat_template import template_digest
 from lorikeet.errors import InvalidSetting
 from lorikeet.file_store import FileStore
-from lorikeet.gateway.adapter_uses import AdapterUses
 from lorikeet.gateway.audit import AuditStream
 from lorikeet.gateway.call_encoders import CallEncoders
+from lorikeet.gateway.pushing.pushed_versions import AdapterUses
 from lorikeet.gateway.sampling_defaults import read_sampling_defaults
 from lorikeet.metrics.gateway import GatewayMetrics
 from lorikeet.parity.figures import Parity

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from lorikeet.apis.body import ValueBudget
-from lorikeet.apis.request import ApiRequest, CallContext
+from lorikeet.apis.request import CallContext
 from lorikeet.apis.responses.items import REFERENCE, InputItem, StoredItems, turn_of
 from lorikeet.apis.responses.request import InputTokensRequest, ResponsesRequest
 from lorikeet.errors import (
@@ -55,13 +55,13 @@ class StoredResponses:
         self._readers = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="read-responses")
         self._savers = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="save-responses")
 
-    def stores(self, body: ApiRequest) -> bool:
+    def stores(self, body: ResponsesRequest) -> bool:
         """Return whether the answer to a request will be stored."""
-        if self._store is None or not isinstance(body, ResponsesRequest):
+        if self._store is None:
             return False
         return body.store is not False and not isinstance(body, InputTokensRequest)
 
-    async def items(self, body: ApiRequest, tenant: str) -> StoredItems:
+    async def items(self, body: ResponsesRequest, tenant: str) -> StoredItems:
         """Return the stored items that a tenant's request refers to.
 
         Raises UnsupportedParameter if storing is off and the request refers to any item;
@@ -69,8 +69,6 @@ class StoredResponses:
         InvalidInput if the request refers to items of too many responses or to one item twice;
         StoreError if the store fails.
         """
-        if not isinstance(body, ResponsesRequest):
-            return StoredItems()
         previous = body.previous_response_id
         references = [str(item.id) for item in body.input if item.type == REFERENCE]
         if previous is None and not references:
@@ -93,16 +91,18 @@ class StoredResponses:
 
         return await self._read(read)
 
-    def saver(self, body: ApiRequest, context: CallContext, call: Call) -> BeforeEnd | None:
+    def saver(
+        self, request: ResponsesRequest, context: CallContext, call: Call
+    ) -> BeforeEnd | None:
         """Return a function that gets the last bytes of a call's answer, stores the answer before
         they are sent, and returns them; with `store: false` in them if storing fails.
 
         None: the answer is not to be stored.
         """
         store = self._store
-        if store is None or not context.stores or not isinstance(body, ResponsesRequest):
+        if store is None or not context.stores:
             return None
-        request, kept_in = body, store
+        kept_in = store
 
         def save(last: bytes) -> None:
             kept_in.save(call.tenant, _stored(request, context, call, last))

@@ -17,10 +17,12 @@ class ReplicaCount:
 
     desired: minimum number, `LORIKEET_REPLICAS`.
     reporting: replicas that report to the controller.
+    learned: prompts learned from traffic that the replicas compute, summed over replicas.
     """
 
     desired: int
     reporting: int
+    learned: int = 0
 
 
 def controller_metrics(
@@ -42,6 +44,12 @@ def controller_metrics(
         family.add_metric([base_model, "desired"], count.desired)
         family.add_metric([base_model, "reporting"], count.reporting)
     yield family
+    yield gauge(
+        "lorikeet_learned_prompts",
+        "Beginnings of prompts, learned from traffic, that replicas compute before users ask.",
+        "base_model",
+        {base_model: count.learned for base_model, count in replicas.items()},
+    )
     yield GaugeMetricFamily(
         "lorikeet_controller_survey_seconds",
         "Duration of the controller's last survey of all replicas.",

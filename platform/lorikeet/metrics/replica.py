@@ -5,7 +5,13 @@ from collections.abc import Iterator
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from lorikeet.metrics.metric_builders import counter, gauge, histogram, residency_label
-from lorikeet_engine.telemetry.status import EngineInfo, EngineStatus, HostPageUsage, StateUsage
+from lorikeet_engine.telemetry.status import (
+    BorderUsage,
+    EngineInfo,
+    EngineStatus,
+    HostPageUsage,
+    StateUsage,
+)
 
 
 def replica_metrics(status: EngineStatus, info: EngineInfo) -> Iterator[Metric]:
@@ -108,6 +114,8 @@ def _engine(status: EngineStatus) -> Iterator[Metric]:
         yield from _states(status.states)
     if status.host_pages is not None:
         yield from _host_pages(status.host_pages)
+    if status.border is not None:
+        yield from _border(status.border)
     yield CounterMetricFamily(
         "lorikeet_preemptions_total",
         "Sequences that lost their KV pages or batch slot to others and are recomputed.",
@@ -152,6 +160,29 @@ def _states(states: StateUsage) -> Iterator[Metric]:
         "Sequences that began with a cached state, states cached, and cached states evicted.",
         "event",
         {"restored": states.restored, "saved": states.saved, "evicted": states.evicted},
+    )
+
+
+def _border(border: BorderUsage) -> Iterator[Metric]:
+    yield gauge(
+        "lorikeet_border_units",
+        "Units of GPU memory of adapters and KV pages, most that adapters may borrow, and moving.",
+        "side",
+        {
+            "adapters": border.arena_units,
+            "pages": border.kv_units,
+            "lendable": border.lendable_units,
+            "moving": border.moving,
+        },
+    )
+    yield GaugeMetricFamily(
+        "lorikeet_border_unit_bytes", "Bytes of one unit on each GPU.", border.unit_bytes
+    )
+    yield counter(
+        "lorikeet_border_moves_total",
+        "Units that have moved to adapters, and to KV pages.",
+        "to",
+        {"adapters": border.to_adapters, "pages": border.to_pages},
     )
 
 

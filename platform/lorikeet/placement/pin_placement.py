@@ -156,7 +156,8 @@ class _Draft:
         prompt, kept = pinned_prompt(version), 0
         prompts = () if prompt is None else (prompt,)
         for replica in order:
-            kept += self._reserve(replica, PinTarget(version.ref, pin.tier, prompts), size)
+            target = PinTarget(version.ref, pin.tier, prompts, pin.draft)
+            kept += self._reserve(replica, target, size)
             if kept == wanted:
                 return None
         if kept == len(serving):
@@ -175,7 +176,8 @@ class _Draft:
         digest, left = target.ref.digest, self._left[replica]
         held = self.targets[replica].get(digest)
         if held is not None:
-            target = replace(target, prompts=held.prompts + target.prompts)
+            prompts, draft = held.prompts + target.prompts, held.draft or target.draft
+            target = replace(target, prompts=prompts, draft=draft)
         if held is not None and held.tier >= target.tier:
             self.targets[replica][digest] = replace(target, ref=held.ref, tier=held.tier)
             return True

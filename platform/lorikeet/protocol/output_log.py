@@ -20,6 +20,9 @@ def logged(output: Tokens) -> bytes:
     The records of an answer's outputs are its log, from which another replica goes on with the
     answer if this one is lost.
     """
+    if output.finish is None and output.timings is None and not output.logprobs:
+        ids = ",".join(map(str, output.token_ids))  # most outputs: in a third of the time
+        return f"[{output.choice},[{ids}],null,null,[]]\n".encode()
     finish = None if output.finish is None else output.finish.value
     cached = None if output.timings is None else output.timings.cached_tokens
     logprobs = [(each.logprob, each.top) for each in output.logprobs]

@@ -28,14 +28,34 @@ class PinnedPrompt:
 
 
 @dataclass(frozen=True, slots=True)
+class LearnedPrompt:
+    """Beginning of an adapter's prompts, learned from traffic, whose KV pages a replica computes
+    before users ask.
+
+    tokens: token ids as int32.
+    """
+
+    ref: AdapterRef
+    tokens: bytes
+
+    @property
+    def name(self) -> str:
+        """Name of the prompt: different for all that changes its KV pages."""
+        return f"{self.ref.tenant} {self.ref.digest} {hashlib.sha256(self.tokens).hexdigest()}"
+
+
+@dataclass(frozen=True, slots=True)
 class PinTarget:
     """Adapter that a replica must hold at the given memory tier or nearer to the GPU, and the
     system prompts whose KV pages it must compute.
+
+    draft: whether the adapter drafts tokens of all answers.
     """
 
     ref: AdapterRef
     tier: Residency
     prompts: tuple[PinnedPrompt, ...] = ()
+    draft: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +81,10 @@ class PlacementDecision:
     sole_copies: fraction of the adapters in use that only this replica has on GPU or host; None
         while unknown.
     prefetches: adapters to load at low priority, most wanted first.
+    learned: beginnings of prompts of adapters on the replica's GPU, learned from traffic.
     """
 
     pins: Mapping[str, PinTarget] = field(default_factory=dict)
     sole_copies: float | None = None
     prefetches: tuple[PrefetchTarget, ...] = ()
+    learned: tuple[LearnedPrompt, ...] = ()

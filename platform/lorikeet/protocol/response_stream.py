@@ -96,7 +96,10 @@ class ResponseStream:
         """
         waiting = self._waiting.setdefault(request_id, [])
         for item in items:
-            waiting += _cut(item) if isinstance(item, bytes) else (item,)
+            if isinstance(item, bytes) and len(item) > _MESSAGE_BYTES:
+                waiting += _cut(item)
+            else:
+                waiting.append(item)
         if log:
             self._logs[request_id] = self._logs.get(request_id, b"") + log
         if ended:
@@ -233,7 +236,7 @@ class ResponseBuffer:
         self._items: list[StreamItem] = []
         self._log = log
         self._parts: list[StreamItem] = []  # of items that have not all come
-        self._ready = asyncio.Event()
+        self._ready, self._loop = asyncio.Event(), asyncio.get_running_loop()
         self._interval_s = interval_s
         self._taken_s = -math.inf
         self._waking: asyncio.TimerHandle | None = None
@@ -292,7 +295,7 @@ class ResponseBuffer:
         items, self._items = self._items, []
         if items:
             if isinstance(items[-1], bytes):
-                self._taken_s = asyncio.get_running_loop().time()
+                self._taken_s = self._loop.time()
             if not self.ended and self._error is None:
                 self._ready.clear()
         elif not self.ended:
@@ -301,12 +304,11 @@ class ResponseBuffer:
         return joined(items)
 
     def _wake(self) -> None:
-        loop = asyncio.get_running_loop()
         due_s = self._taken_s + self._interval_s()
-        if self.ended or self._error is not None or due_s <= loop.time():
+        if self.ended or self._error is not None or due_s <= self._loop.time():
             self._ready.set()
         elif self._waking is None:
-            self._waking = loop.call_at(due_s, self._ready.set)
+            self._waking = self._loop.call_at(due_s, self._ready.set)
 
 
 class ResponseBuffers:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 _DEFAULT_DTYPE = {"cpu": "float32", "cuda": "bfloat16"}
 _DEFAULT_KV: dict[str, int | float] = {"cpu": 256 << 20, "cuda": 0.9}
 _DEFAULT_SLOT_POOL: dict[str, int | float] = {"cpu": 64 << 20, "cuda": 0.1}
+_LEAST_SLOT_POOL: dict[str, int | float] = {"cpu": 16 << 20, "cuda": 0.025}
 
 
 def device_of(settings: Settings) -> str:
@@ -59,7 +60,8 @@ def engine_settings(settings: Settings, base_model: str) -> "EngineSettings":
         max_batch_tokens=settings.max_batch_tokens,
         max_running=settings.max_running,
         max_batch_adapters=settings.max_batch_adapters,
-        adapter_gpu_bytes=memory(settings.adapter_gpu_memory, _DEFAULT_SLOT_POOL[device]),
+        adapter_gpu_bytes=memory(settings.adapter_gpu_memory, _default_slot_pool(settings, device)),
+        moving_border=settings.moving_border,
         adapter_host_bytes=settings.adapter_host_memory,
         adapter_disk_bytes=settings.adapter_disk,
         max_rank=settings.max_rank,
@@ -77,7 +79,7 @@ def adapter_memory(settings: Settings) -> AdapterMemory:
     The GPU's size is None if its setting is a fraction of the device's free memory, not yet known.
     """
     device = device_of(settings)
-    slot_pool = _memory(settings.adapter_gpu_memory, _DEFAULT_SLOT_POOL[device])
+    slot_pool = _memory(settings.adapter_gpu_memory, _default_slot_pool(settings, device))
     return AdapterMemory(
         _adapter_dtype(settings, device),
         slot_pool if isinstance(slot_pool, int) else None,
@@ -93,6 +95,10 @@ def _dtype(settings: Settings, device: str) -> str:
 def _adapter_dtype(settings: Settings, device: str) -> str:
     given = settings.adapter_dtype
     return given if given != "auto" else _dtype(settings, device)
+
+
+def _default_slot_pool(settings: Settings, device: str) -> int | float:
+    return (_LEAST_SLOT_POOL if settings.moving_border else _DEFAULT_SLOT_POOL)[device]
 
 
 def _memory(given: Memory, default: int | float) -> int | float:

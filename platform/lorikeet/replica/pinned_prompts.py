@@ -1,13 +1,18 @@
-"""System prompts of pinned adapters, whose KV pages a replica computes before users ask.
+"""Prompts of adapters, pinned or learned, whose KV pages a replica computes before users ask.
 
 Each prompt is computed once by a request in the background. The engine keeps its pages in host
 memory if it has such memory, else in the prefix cache, where they may be evicted. A failed prompt
-is tried again. A prompt is rendered anew every hour, as its chat template may write the date.
+is tried again. A pinned prompt is rendered anew every hour, as its chat template may write the
+date.
+
+Prompts that were learned from traffic come after pinned ones, and are computed once. Their pages
+are ordinary ones of the prefix cache, which may be evicted.
 """
 
 import asyncio
 import logging
 import time
+from array import array
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,7 +21,7 @@ from functools import partial
 from lorikeet.errors import LorikeetError
 from lorikeet.logs import log_unexpected
 from lorikeet.protocol.messages import TokenIds
-from lorikeet.protocol.placement_decision import PinnedPrompt, PinTarget
+from lorikeet.protocol.placement_decision import LearnedPrompt, PinnedPrompt, PinTarget
 from lorikeet.text.adapter_templates import AdapterTemplates
 from lorikeet.text.prompts import PromptEncoder
 from lorikeet_engine.errors import EngineClosed, EngineError
@@ -58,28 +63,36 @@ class PinnedPrompts:
         run: runs a request of the engine to its end.
         """
         self._encoder, self._engine, self._run = encoder, engine, run
-        self._wanted: Mapping[str, PinnedPrompt] = {}
+        self._wanted: Mapping[str, PinnedPrompt | LearnedPrompt] = {}
+        self._pinned: tuple[str, ...] = ()
         self._progress: dict[str, _Progress] = {}
         self._changed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._templates: AdapterTemplates | None = None
 
-    def update(self, targets: Iterable[PinTarget]) -> None:
-        """Compute the prompts of these pins alone, in their order; forget other prompts."""
-        wanted = {prompt.name: prompt for target in targets for prompt in target.prompts}
-        if wanted.keys() == self._wanted.keys():
+    def update(self, targets: Iterable[PinTarget], learned: Iterable[LearnedPrompt] = ()) -> None:
+        """Compute the prompts of these pins, and then those learned, in their order; forget others.
+
+        A prompt that is wanted again within the hour is not computed again.
+        """
+        pinned = {prompt.name: prompt for target in targets for prompt in target.prompts}
+        wanted: dict[str, PinnedPrompt | LearnedPrompt] = {**pinned}
+        wanted |= {prompt.name: prompt for prompt in learned}
+        if tuple(pinned) == self._pinned and wanted.keys() == self._wanted.keys():
             return
-        self._wanted = wanted
-        self._progress = {name: self._progress.get(name) or _Progress() for name in wanted}
+        self._wanted, self._pinned = wanted, tuple(pinned)
+        since_s = time.monotonic() - _RENDER_S
+        recent = {n: each for n, each in self._progress.items() if each.rendered_s > since_s}
+        self._progress = recent | {n: self._progress.get(n) or _Progress() for n in wanted}
         self._changed.set()
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._keep_computed())
 
     def progress(self) -> Mapping[str, str | None]:
-        """Return, by name, None for a prompt that is computed, "" for one that is not yet, else the
-        reason why its computation failed.
+        """Return, by name, None for a pinned prompt that is computed, "" for one that is not yet,
+        else the reason why its computation failed.
         """
-        return {name: progress.failure for name, progress in self._progress.items()}
+        return {name: self._progress[name].failure for name in self._pinned}
 
     def close(self) -> None:
         """Compute no more prompts. Safe to call twice."""
@@ -93,28 +106,33 @@ class PinnedPrompts:
         with suppress(EngineClosed):
             while True:
                 self._changed.clear()
-                kept = await asyncio.wrap_future(self._engine.keep_prompts(tuple(self._wanted)))
+                kept = await asyncio.wrap_future(self._engine.keep_prompts(self._pinned))
                 for name, prompt in self._wanted.items():
-                    await self._compute(prompt, is_kept=kept is None or name in kept)
+                    is_kept = kept is None or name in kept or name not in self._pinned
+                    await self._compute(prompt, is_kept=is_kept)
                     if self._changed.is_set():
                         break
                 await _wait(self._changed, _CHECK_S if self._wanted else None)
 
-    async def _compute(self, prompt: PinnedPrompt, *, is_kept: bool) -> None:
+    async def _compute(self, prompt: PinnedPrompt | LearnedPrompt, *, is_kept: bool) -> None:
         """Compute a prompt unless its pages are kept and it was rendered within the last hour.
 
         is_kept: whether the engine still keeps the prompt's pages; True, too, if it has no host
-            memory for them.
+            memory for them, or if the prompt was learned.
         """
         progress = self._progress[prompt.name]
         is_done = progress.failure is None and is_kept
         if is_done and time.monotonic() - progress.rendered_s < _RENDER_S:
             return
         try:
-            tokens = tuple(await self._render(prompt))
+            if isinstance(prompt, LearnedPrompt):
+                tokens = tuple(array("i", prompt.tokens))
+            else:
+                tokens = tuple(await self._render(prompt))
             progress.rendered_s = time.monotonic()
             if not (is_done and tokens == progress.tokens):
-                await self._run(_request(prompt, tokens))
+                keeps = prompt.name if prompt.name in self._pinned else ""
+                await self._run(_request(prompt, tokens, keeps))
                 progress.tokens = tokens
             progress.failure = None
         except EngineClosed:
@@ -141,10 +159,11 @@ class PinnedPrompts:
         return await self._templates.run(prompt.ref.tenant, self._encoder, template, encode)
 
 
-def _request(prompt: PinnedPrompt, tokens: tuple[int, ...]) -> Request:
+def _request(prompt: PinnedPrompt | LearnedPrompt, tokens: tuple[int, ...], keeps: str) -> Request:
     """Return the request that computes a prompt and generates one token.
 
     tokens: the rendered prompt.
+    keeps: name under which the engine keeps the pages; "": they are ordinary ones.
     """
     return Request(
         f"prompt {prompt.name}",
@@ -153,7 +172,7 @@ def _request(prompt: PinnedPrompt, tokens: tuple[int, ...]) -> Request:
         adapter=prompt.ref,
         salt=prompt.ref.tenant,
         scheduling=SchedulingParams(tenant=prompt.ref.tenant, background=True),
-        keeps=prompt.name,
+        keeps=keeps,
     )
 
 

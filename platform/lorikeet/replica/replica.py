@@ -19,6 +19,7 @@ from lorikeet.metrics.exposition import render
 from lorikeet.metrics.replica import replica_metrics
 from lorikeet.parity.figures import Parity
 from lorikeet.placement import pressure
+from lorikeet.placement.learned_prompts import Found, SharedPrefixes
 from lorikeet.protocol.messages import (
     AnswerHeader,
     EncodedCall,
@@ -107,6 +108,7 @@ class Replica:
         context = self._engine.info.max_context
         self._encoder = PromptEncoder(settings.base_models[base_model])
         self._requests = RequestBuilder(self._encoder, settings.base_models[base_model], context)
+        self._prefixes = SharedPrefixes(settings.learned_prompts)
         self._prompts = PinnedPrompts(self._encoder, self._engine, self._complete)
         flush_s = settings.usage_flush_s
         self._store = store.result()
@@ -132,6 +134,9 @@ class Replica:
             stream = await self._response_streams.to(gateway)
             prepared = await self._requests.build(encoded)
             request = prepared.request
+            if call.embedder is None:
+                asked_s = time.monotonic()
+                self._prefixes.count(call.adapter, call.tenant, request.prompts[0], asked_s)
             encoder = self._encoder.with_marks(encoded.marks)
             known = (encoder.vocabulary, encoder.syntax, prepared.thinking, prepared.echoes)
             checked = bool(prepared.checked)
@@ -216,10 +221,11 @@ class Replica:
             self._engine.unpin(digest)
             self._pushed.unpinned(digest)
         for digest, target in decision.pins.items():
-            if digest not in self._pins or self._pins[digest].tier != target.tier:
-                self._engine.pin(target.ref, target.tier)
+            held = self._pins.get(digest)
+            if held is None or (held.tier, held.draft) != (target.tier, target.draft):
+                self._engine.pin(target.ref, target.tier, draft=target.draft)
         self._pins = dict(decision.pins)
-        self._prompts.update(decision.pins.values())
+        self._prompts.update(decision.pins.values(), decision.learned)
         self._sole_copies, self._plan_s = decision.sole_copies, time.monotonic()
         for each in decision.prefetches:
             self._engine.prefetch(each.ref, each.tier, each.uses)
@@ -247,6 +253,10 @@ class Replica:
             info.fp8_kv,
             self._prompts.progress(),
         )
+
+    async def take_prefixes(self) -> Found:
+        """Return the beginnings that prompts of each adapter have shared since the last call."""
+        return self._prefixes.take()
 
     async def metrics(self) -> bytes:
         """Return this replica's metrics page. Raises EngineClosed if the engine hangs."""

@@ -210,6 +210,8 @@ def prepare_call(encoded: EncodedCall, encoder: PromptEncoder, max_context: int)
         pools=_pooling(call),
     )
     prepared = PreparedCall(request, encoded.thinking, None, echoes, encoded.ignored)
+    if call.tools is None and call.format is None:
+        return prepared
     return with_grammar(prepared, call, encoder)
 
 

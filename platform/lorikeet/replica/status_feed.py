@@ -124,9 +124,12 @@ class StatusFeed:
         )
 
     def _prefix_room(self) -> PrefixRoom | None:
-        tokens, pages = self._kv_tokens, self._status.live.kv_pages_total
+        live, border = self._status.live, self._status.border
+        tokens, pages = self._kv_tokens, live.kv_pages_total
         if not tokens or not pages:
             return None
+        if border is not None:  # kv_tokens counts lent pages, too
+            tokens = tokens * border.kv_units // (border.kv_units + border.lent_units)
         host = self._status.host_pages
         if host is None:
             return PrefixRoom(tokens, 0, 0)

@@ -74,8 +74,8 @@ _LATE_S = 10.0
 _SILENCE_CHECK_S = 0.25
 """Seconds between two checks for silent replicas."""
 _LATE_LOOP_S = 0.5
-"""Seconds by which such a check may be late; a later one is skipped, since the event loop has yet
-to read the replicas' updates.
+"""Seconds by which a check for silence may be late; a later one is skipped, since the event loop
+has yet to read what replicas have sent.
 """
 
 _REPLICAS_LOST = (
@@ -141,13 +141,13 @@ class ServeEngineClient:
                 async with self._sent(run_call, course) as buffer:
                     while items := await _taken(buffer, course):
                         for item in items:
-                            if isinstance(item, AnswerHeader) and item.is_first:
+                            if isinstance(item, bytes):
+                                course.on_bytes()
+                            elif isinstance(item, AnswerHeader) and item.is_first:
                                 course.on_taken(item)
                                 yield course.attempt()
                             elif isinstance(item, Refusal):
                                 course.check(item)
-                            elif isinstance(item, bytes):
-                                course.on_bytes()
                             yield item
                 return
             except LorikeetError as error:
@@ -328,10 +328,10 @@ class ServeEngineClient:
         course: state of the call.
         """
         encoded, begun, loop = course.sent, course.begun, asyncio.get_running_loop()
-        late = Unavailable("no replica took the answer over: send the request again")
         id_, is_last = encoded.attempt_id, course.left == 1
         with self._buffers.opened(id_, course.log, begun=begun, is_last=is_last) as buffer:
             if begun:
+                late = Unavailable("no replica took the answer over: send the request again")
                 course.giving_up = loop.call_later(_TAKE_OVER_S, buffer.fail, late)
             sent: Any = run_call.remote(encoded, self._gateway)
             awaiting = asyncio.create_task(_await_call(sent, buffer))
@@ -447,10 +447,11 @@ async def _await_call(sent: AsyncIterable[Refusal | None], buffer: ResponseBuffe
         async for refusal in sent:
             if refusal is not None:
                 buffer.put((refusal,), ended=True)
-        received = -1
-        while not buffer.ended and received < buffer.received:
-            received = buffer.received
+        received, was_late = -1, False
+        while not buffer.ended and (was_late or received < buffer.received):
+            received, due_s = buffer.received, time.monotonic() + _LATE_S
             await asyncio.sleep(_LATE_S)
+            was_late = time.monotonic() - due_s > _LATE_LOOP_S
         # Not Unavailable, which would send the call again: the answer's own items may have broken
         # the stream, and would break the next one too.
         buffer.fail(GenerationFailed("the end of the answer was lost"))
@@ -481,8 +482,9 @@ class _Course:
 
     def begin(self, attempt: int) -> None:
         """Begin an attempt. attempt: number of attempts before it."""
-        log, made_tokens = bytes(self.log), tokens_in(self.log)
-        self.sent = replace(self.sent, attempt=attempt, log=log, made_tokens=made_tokens)
+        if attempt:
+            log, made_tokens = bytes(self.log), tokens_in(self.log)
+            self.sent = replace(self.sent, attempt=attempt, log=log, made_tokens=made_tokens)
         self.fleet.on_begun(self.sent.attempt_id)
         self._sent_s = self._taken_s = time.monotonic()
         self._has_bytes = False

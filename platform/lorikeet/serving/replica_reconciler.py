@@ -9,6 +9,7 @@ from typing import Any
 from ray.serve.handle import DeploymentHandle
 
 from lorikeet.metrics.controller import ReplicaCount
+from lorikeet.placement.learned_prompts import LearnedPrompts
 from lorikeet.placement.pin_placement import PinTargets
 from lorikeet.placement.prefetcher import Prefetcher
 from lorikeet.placement.pressure import from_stats
@@ -22,6 +23,8 @@ log = logging.getLogger(__name__)
 
 _SILENCE_S = 8.0
 """Seconds without a report until a replica counts as gone."""
+_LEARN_S = 60.0
+"""Seconds between two collections of the beginnings that replicas' prompts share."""
 _RESEND_S = 30.0
 """Seconds after which an unchanged decision is repeated although its replica confirmed it."""
 
@@ -41,6 +44,8 @@ class ReplicaReconciler:
         self._is_autoscaled = settings.most_replicas(base_model) > self._min_replicas
         self._responding = RespondingReplicas(_SILENCE_S)
         self._prefetcher = Prefetcher()
+        self._learns = settings.learned_prompts > 0
+        self._learned, self._learn_due_s = LearnedPrompts(settings.learned_prompts), 0.0
         self._may_shrink = False
         self._sole_copies: Mapping[str, float] = {}
         self._decisions: dict[str, PlacementDecision] = {}
@@ -48,15 +53,23 @@ class ReplicaReconciler:
 
     @property
     def replicas(self) -> ReplicaCount:
-        """Minimum number of replicas, and number of replicas that report."""
-        return ReplicaCount(self._min_replicas, len(self.reports))
+        """Minimum number of replicas, and number of replicas that report, with their learned
+        prompts.
+        """
+        learned = sum(len(each.learned) for each in self._decisions.values())
+        return ReplicaCount(self._min_replicas, len(self.reports), learned)
 
     async def survey(self) -> None:
-        """Collect all replicas' reports, and note for `decide` whether the fleet may soon shrink.
+        """Collect all replicas' reports, once a minute what their prompts begin with, and note for
+        `decide` whether the fleet may soon shrink.
 
         It may if it is autoscaled, has more than its minimum of replicas, and their load allows it.
         """
         self.reports = self._responding.update(await broadcast(self._engine, "report"))
+        if self._learns and (now_s := time.monotonic()) >= self._learn_due_s:
+            self._learn_due_s = now_s + _LEARN_S
+            for found in await broadcast(self._engine, "take_prefixes"):
+                self._learned.add(found, now_s)
         self._may_shrink = False
         if self._is_autoscaled and len(self.reports) > self._min_replicas:
             stats = await broadcast(self._engine, "record_autoscaling_stats")
@@ -80,9 +93,13 @@ class ReplicaReconciler:
         if prefetches:
             adapters = sum(map(len, prefetches.values()))
             log.info("prefetches_sent", extra={"adapters": adapters})
+        learned = self._learned.wanted(self.reports, time.monotonic()) if self._learns else {}
         self._decisions = {
             name: PlacementDecision(
-                targets[name], self._sole_copies.get(name), prefetches.get(name, ())
+                targets[name],
+                self._sole_copies.get(name),
+                prefetches.get(name, ()),
+                learned.get(name, ()),
             )
             for name in (report.replica for report in self.reports)
         }

@@ -57,6 +57,7 @@ def plan_capacity(
     Raises Unreachable if no number of replicas meets the goals.
     """
     sample = needs.demand.requests(needs.counted_s, SEEDS[0])
+    sample = needs.demand.without_system_prompts(sample)
     _check_feasible(needs, sample, len(SEEDS))
     return _Search(needs, on_simulation).run(_work(needs, sample))
 

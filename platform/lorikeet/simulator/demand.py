@@ -1,7 +1,7 @@
 """Demand on a fleet: tenants with their adapters and rates, from which requests are drawn."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -29,6 +29,8 @@ class SimulatedTenant:
     rate_per_s: requests per second for all adapters together.
     lengths: lengths of prompts and answers.
     ttft_p99_s: the tenant's own goal for the p99 of the time to first token; None: no goal.
+    system_tokens: tokens of each adapter's own system prompt, with which all its prompts begin,
+        before those of `lengths`.
     """
 
     name: str
@@ -39,6 +41,7 @@ class SimulatedTenant:
     rate_per_s: float
     lengths: LengthModel
     ttft_p99_s: float | None = None
+    system_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,8 @@ class SimulatedDemand:
     base_lengths, base_rate_per_s: lengths and rate of the requests without an adapter.
     cv: coefficient of variation of the gaps between requests.
     context: limit on the tokens of a prompt with its answer.
+    acceptance: probability that a drafted token of an answer comes true if all before it do; 0:
+        replicas do not speculate.
     """
 
     tenants: Sequence[SimulatedTenant]
@@ -56,6 +61,7 @@ class SimulatedDemand:
     base_rate_per_s: float = 0.0
     cv: float = 1.0
     context: int = 8192
+    acceptance: float = 0.0
 
     @property
     def rate_per_s(self) -> float:
@@ -78,6 +84,18 @@ class SimulatedDemand:
         """Index of each adapter's tenant, [adapters]."""
         return np.repeat(np.arange(len(self.tenants)), [one.adapters for one in self.tenants])
 
+    @cached_property
+    def system_tokens(self) -> Ints:
+        """Tokens of each adapter's system prompt, [adapters]."""
+        each = [one.system_tokens for one in self.tenants]
+        return np.repeat(each, [one.adapters for one in self.tenants])
+
+    def without_system_prompts(self, requests: Requests) -> Requests:
+        """Return requests as if all system prompts were cached."""
+        adapters, prompts = requests.adapters, requests.prompts
+        cached = np.where(adapters == BASE_MODEL, 0, self.system_tokens[adapters])
+        return replace(requests, prompts=prompts - np.minimum(cached, prompts - 1))
+
     def requests(self, duration_s: float, seed: int) -> Requests:
         """Draw the requests that arrive in duration_s seconds; equal seeds give equal requests."""
         rng = np.random.default_rng(seed)
@@ -91,5 +109,6 @@ class SimulatedDemand:
             popularity, asked = parse_popularity(tenant.popularity), int(own.sum())
             adapters[own] = first + popularity.draw(rng, tenant.adapters, asked)
             prompts[own], answers[own] = tenant.lengths.draw(rng, asked)
+            prompts[own] += tenant.system_tokens
             first += tenant.adapters
         return Requests(times_s, adapters, *cut_to_context(prompts, answers, self.context))

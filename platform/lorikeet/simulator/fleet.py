@@ -179,7 +179,20 @@ class LeastCostRouter:
         tier, running = replica.tier(adapter), adapter in replica.decoding
         loading = adapter in replica.waiting
         evicted_uses = 0.0 if loading else replica.arena.evicted_uses(adapter, now_s)
-        return ReplicaOption(replica, status, costs, tier, running, evicted_uses, loading=loading)
+        cached, cached_tier = replica.cached_system_tokens(request)
+        on_host = cached if cached_tier is Residency.HOST else 0
+        return ReplicaOption(
+            replica,
+            status,
+            costs,
+            tier,
+            running,
+            evicted_uses,
+            cached,
+            loading,
+            host_tokens=on_host,
+            host_bytes=on_host * fleet.setup.kv_token_bytes,
+        )
 
     def _status(
         self, fleet: "SimulatedFleet", request: int, replica: SimulatedReplica, now_s: float

@@ -10,7 +10,7 @@ import numpy as np
 from lorikeet.routing.ranking import H200_LLAMA_8B, CostCoefficients
 from lorikeet.simulator.demand import SimulatedDemand
 from lorikeet.simulator.fleet import SimulatedFleet
-from lorikeet.simulator.traffic import BASE_MODEL, FleetSetup
+from lorikeet.simulator.traffic import BASE_MODEL, KV_TOKEN_BYTES, FleetSetup
 from lorikeet.simulator.workload_models import Floats, Ints
 from lorikeet_engine.adapter import Residency
 
@@ -50,6 +50,8 @@ class ReplicaMemory:
         GPUs.
     gpus: number of GPUs of the replica.
     kv_tokens: tokens of prompts and answers that the replica's KV cache holds at once.
+    kv_host_bytes: host memory of the replica for KV pages, divided by its number of GPUs.
+    kv_token_bytes: bytes of a token's keys and values on one GPU.
     """
 
     gpu_bytes: int
@@ -57,6 +59,8 @@ class ReplicaMemory:
     disk_bytes: int
     gpus: int = 1
     kv_tokens: float = math.inf
+    kv_host_bytes: int = 0
+    kv_token_bytes: int = KV_TOKEN_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +220,11 @@ def _run(needs: CapacityNeeds, replicas: int, pins: Mapping[str, int], seed: int
         host_bytes=memory.host_bytes,
         disk_bytes=memory.disk_bytes,
         kv_tokens=memory.kv_tokens,
+        system_tokens=demand.system_tokens,
+        kv_host_tokens=memory.kv_host_bytes // memory.kv_token_bytes,
+        kv_token_bytes=memory.kv_token_bytes,
         pins={adapter: int(copies[adapter]) for adapter in np.flatnonzero(copies).tolist()},
+        acceptance=demand.acceptance,
         warm_up_s=WARM_UP_S,
         seed=seed,
         costs=needs.costs,

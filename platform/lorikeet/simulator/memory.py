@@ -1,13 +1,15 @@
-"""Memory of a simulated replica for adapters: GPU arena, host, disk, and the links between them.
+"""Memory of a simulated replica for adapters and their system prompts: GPU, host, disk, and the
+links between them.
 
 Adapters are numbers, sizes are bytes. The eviction policy and its counts of uses are the engine's.
 """
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from heapq import heapify, heappop, heappush
 
 from lorikeet.routing.ranking import evicted_uses
+from lorikeet_engine.adapter import Residency
 from lorikeet_engine.residency.eviction_score import EvictionPolicy, RecentUses, UsageRecord
 
 
@@ -231,6 +233,75 @@ class ByteLru:
             victim = self._held.popitem(last=False)[0]
             self._free += self._sizes[victim]
             self._evicted(victim)
+
+
+class SystemPrompts:
+    """Adapters' system prompts in a replica's KV cache, and in host memory behind it.
+
+    A prompt that requests use stays in the KV cache. Others leave it for the host, and the host, in
+    the order of their last use.
+    """
+
+    def __init__(self, tokens: Sequence[int], host_tokens: int) -> None:
+        """Begin without prompts.
+
+        tokens: tokens of each adapter's prompt, [adapters].
+        host_tokens: tokens that the host holds.
+        """
+        self._tokens, self._host_left = tokens, host_tokens
+        self._used = Counter[int]()
+        self._idle: OrderedDict[int, None] = OrderedDict()
+        self._on_host: OrderedDict[int, None] = OrderedDict()
+        self.idle_tokens = 0
+
+    def tier(self, adapter: int) -> Residency:
+        """Return where an adapter's prompt is; REMOTE if it must be computed."""
+        if adapter in self._used or adapter in self._idle:
+            return Residency.GPU
+        return Residency.HOST if adapter in self._on_host else Residency.REMOTE
+
+    def use(self, adapter: int) -> int:
+        """Use a prompt until `release`; return the tokens that it takes beyond those in use."""
+        self._used[adapter] += 1
+        if self._used[adapter] > 1:
+            return 0
+        if adapter in self._idle:
+            del self._idle[adapter]
+            self.idle_tokens -= self._tokens[adapter]
+        return self._tokens[adapter]
+
+    def taken_by(self, adapter: int) -> int:
+        """Return what `use` would return."""
+        return 0 if adapter in self._used else self._tokens[adapter]
+
+    def release(self, adapter: int) -> int:
+        """End one use of a prompt; return the tokens that are no longer in use."""
+        self._used[adapter] -= 1
+        if self._used[adapter]:
+            return 0
+        del self._used[adapter]
+        self.bring(adapter)
+        return self._tokens[adapter]
+
+    def bring(self, adapter: int) -> None:
+        """Put a prompt into the KV cache, unless it is there."""
+        if adapter not in self._used and adapter not in self._idle:
+            self._idle[adapter] = None
+            self.idle_tokens += self._tokens[adapter]
+
+    def trim(self, room: float) -> None:
+        """Move idle prompts to the host until those left take at most `room` tokens."""
+        while self.idle_tokens > room:
+            adapter, _ = self._idle.popitem(last=False)
+            size = self._tokens[adapter]
+            self.idle_tokens -= size
+            if adapter in self._on_host:
+                self._on_host.move_to_end(adapter)
+                continue
+            self._on_host[adapter] = None
+            self._host_left -= size
+            while self._host_left < 0:
+                self._host_left += self._tokens[self._on_host.popitem(last=False)[0]]
 
 
 class Link:

@@ -15,7 +15,7 @@ from typing import Protocol
 
 from lorikeet.routing.locations import decrement
 from lorikeet.routing.ranking import RoutingStatus
-from lorikeet.simulator.memory import Arena, ByteLru, Link
+from lorikeet.simulator.memory import Arena, ByteLru, Link, SystemPrompts
 from lorikeet.simulator.traffic import FleetSetup
 from lorikeet_engine.adapter import Residency
 from lorikeet_engine.costs import StepCosts, seen_tokens
@@ -82,6 +82,10 @@ class SimulatedReplica:
         self.queue: deque[int] = deque()
         self._prompts: dict[int, int] = {}  # requests in prefill → prompt tokens left
         self._kv_left = setup.kv_tokens
+        self._system_tokens: list[int] = [0] * len(sizes)
+        if setup.system_tokens is not None:
+            self._system_tokens = setup.system_tokens.tolist()
+        self.system_prompts = SystemPrompts(self._system_tokens, setup.kv_host_tokens)
         self._boundary_s = math.inf  # end of the step with prompts, or of the one before them
         self._computing = False  # whether the current step has prompts
         self._ends: list[tuple[float, int]] = []  # heap of (clock at its last token, request)
@@ -97,6 +101,14 @@ class SimulatedReplica:
         if adapter in self.host:
             return Residency.HOST
         return Residency.DISK if adapter in self.disk else Residency.REMOTE
+
+    def cached_system_tokens(self, request: int) -> tuple[int, Residency]:
+        """Return the number of a request's prompt tokens that are a cached system prompt, and their
+        tier.
+        """
+        adapter = self._fleet.adapter_of[request]
+        tier = Residency.REMOTE if adapter is None else self.system_prompts.tier(adapter)
+        return 0 if tier is Residency.REMOTE else self._system_part(request), tier
 
     def submit(self, request: int, now_s: float) -> Residency:
         """Accept a request; return the tier of its adapter, GPU if it needs none."""
@@ -188,9 +200,29 @@ class SimulatedReplica:
             self._begin(request, now_s)
 
     def _begin(self, request: int, now_s: float) -> None:
-        """Queue a request whose adapter is on the GPU."""
-        if (adapter := self._fleet.adapter_of[request]) is not None:
+        """Queue a request whose adapter is on the GPU, after its system prompt has come from the
+        host, if it is there and that pays.
+        """
+        adapter = self._fleet.adapter_of[request]
+        if adapter is not None:
             self.arena.lease(adapter, now_s)
+        if adapter is None or self.system_prompts.tier(adapter) is not Residency.HOST:
+            self._queue(request, now_s)
+            return
+        tokens = self._system_tokens[adapter]
+        size = tokens * self._fleet.setup.kv_token_bytes
+        if self._fetch_s(size) < self._steps.prompts_s(tokens, seen_tokens(tokens)):
+            here_s = self._copies.carry(size, now_s)
+            self._schedule(here_s, partial(self._fetched, adapter), request)
+        else:
+            self._queue(request, now_s)
+
+    def _fetched(self, adapter: int, request: int, now_s: float) -> None:
+        self.system_prompts.bring(adapter)
+        self.system_prompts.trim(self._kv_left)
+        self._queue(request, now_s)
+
+    def _queue(self, request: int, now_s: float) -> None:
         self.queue.append(request)
         if self._boundary_s == math.inf and self.status.running < self._steps.max_running:
             self._advance(now_s)
@@ -221,8 +253,9 @@ class SimulatedReplica:
         self._end(request, now_s)
 
     def _end(self, request: int, now_s: float) -> None:
-        self._kv_left += self._tokens(request)
+        self._kv_left += self._own_tokens(request)
         if (adapter := self._fleet.adapter_of[request]) is not None:
+            self._kv_left += self.system_prompts.release(adapter)
             self.arena.release(adapter)
             self._place_next(now_s)
 
@@ -250,7 +283,7 @@ class SimulatedReplica:
             step_s = steps.step_s(status.running, status.ranks, status.context)
             begun, full = self._clock % 1.0, status.running >= steps.max_running
             if not self._prompts and (full or not self._next_fits()):
-                self._rate = 1.0 / step_s if status.running else 0.0
+                self._rate = self._decodes_per_s() if status.running else 0.0
             elif status.running and _NEARLY < begun < 1.0 - _NEARLY:
                 self._boundary_s, self._rate = now_s + (1.0 - begun) * step_s, 1.0 / step_s
             else:
@@ -263,6 +296,13 @@ class SimulatedReplica:
             self._next_step += 1
             self._fleet.schedule(next_s, partial(self._step, self._next_step))
 
+    def _decodes_per_s(self) -> float:
+        """Return the tokens per second of each decode, with drafts if no request waits."""
+        status = self.status
+        acceptance = 0.0 if self.queue else self._fleet.setup.acceptance
+        at_once = status.running, status.ranks, status.context
+        return self._steps.decodes_per_s(*at_once, acceptance)
+
     def _begin_prompts(self, now_s: float) -> None:
         """Begin a step with as many prompt tokens as its token limit allows beside the decodes."""
         status, steps, fleet = self.status, self._steps, self._fleet
@@ -272,7 +312,12 @@ class SimulatedReplica:
         ):
             request = self.queue.popleft()
             self._prompts[request] = fleet.prompts[request]
-            self._kv_left -= self._tokens(request)
+            self._kv_left -= self._own_tokens(request)
+            if (adapter := fleet.adapter_of[request]) is not None:
+                if self.system_prompts.tier(adapter) is Residency.GPU:
+                    self._prompts[request] -= self._system_part(request)
+                self._kv_left -= self.system_prompts.use(adapter)
+            self.system_prompts.trim(self._kv_left)
         tokens, adapted, seen = status.running, 0, 0
         for request, left in self._prompts.items():
             chunk = min(left, steps.step_tokens - tokens)
@@ -285,11 +330,30 @@ class SimulatedReplica:
 
     def _next_fits(self) -> bool:
         """Whether a request is queued, and the KV cache has room for the next one."""
-        return bool(self.queue) and self._tokens(self.queue[0]) <= self._kv_left
+        if not self.queue:
+            return False
+        request = self.queue[0]
+        adapter, tokens = self._fleet.adapter_of[request], self._own_tokens(request)
+        if adapter is not None:
+            tokens += self.system_prompts.taken_by(adapter)
+        return tokens <= self._kv_left
 
-    def _tokens(self, request: int) -> int:
-        """Return the tokens of a request's prompt and answer, for which it holds KV pages."""
-        return self._fleet.prompts[request] + self._fleet.answers[request]
+    def _own_tokens(self, request: int) -> int:
+        """Return the tokens of a request's prompt and answer, without the system prompt, whose KV
+        pages requests with the adapter share.
+        """
+        tokens = self._fleet.prompts[request] + self._fleet.answers[request]
+        return tokens - self._system_part(request)
+
+    def _system_part(self, request: int) -> int:
+        """Return the number of tokens of a prompt that are its adapter's system prompt."""
+        adapter = self._fleet.adapter_of[request]
+        if adapter is None:
+            return 0
+        return min(self._system_tokens[adapter], self._fleet.prompts[request] - 1)
+
+    def _fetch_s(self, size_bytes: int) -> float:
+        return self._fleet.setup.costs.loads.load_s(Residency.HOST, size_bytes)
 
 
 class _DecodeContext:

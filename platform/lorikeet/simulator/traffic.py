@@ -8,6 +8,7 @@ from lorikeet.routing.ranking import H200_LLAMA_8B, CostCoefficients
 from lorikeet.simulator.workload_models import Floats, Ints
 
 BYTES_PER_RANK = 5_242_880  # Llama-3.1-8B, all 7 linears, bf16
+KV_TOKEN_BYTES = 131_072  # Llama-3.1-8B, bf16
 BASE_MODEL = -1  # in Requests.adapters: no adapter
 
 
@@ -38,9 +39,14 @@ class FleetSetup:
     sizes: bytes of each adapter, [adapters].
     gpu_bytes, host_bytes, disk_bytes: memory of each replica for adapters.
     kv_tokens: tokens of prompts and answers that the KV cache of each replica holds at once.
+    system_tokens: tokens of each adapter's system prompt, with which its prompts begin, [adapters];
+        None: prompts share nothing.
+    kv_host_tokens: tokens of system prompts that the host memory of each replica holds.
+    kv_token_bytes: bytes of a token's keys and values on one GPU.
     pins: adapter → number of replicas that keep it on the GPU.
     gateways: number of routers, which take turns.
     status_age_s: largest age of a gateway's view of replicas.
+    acceptance: probability that a drafted token comes true; 0: replicas do not speculate.
     warm_up_s: simulated time at the start that is not counted.
     """
 
@@ -51,9 +57,13 @@ class FleetSetup:
     host_bytes: int
     disk_bytes: int
     kv_tokens: float = math.inf
+    system_tokens: Ints | None = None
+    kv_host_tokens: int = 0
+    kv_token_bytes: int = KV_TOKEN_BYTES
     pins: Mapping[int, int] = field(default_factory=dict)
     gateways: int = 4
     status_age_s: float = 0.15
+    acceptance: float = 0.0
     warm_up_s: float = 0.0
     seed: int = 1
     costs: CostCoefficients = H200_LLAMA_8B

@@ -2,8 +2,7 @@
 
 Gateways and replicas import this package. No engine, no HTTP, and no API's formats.
 
-call_encoding.py      a call's prompts as token ids, within the context
-prompts.py            chat templates and tokenizing
+prompts.py            a call's prompts as token ids, within the context
   harmony_prompts.py    messages as gpt-oss' template reads them
 adapter_templates.py  adapters' own chat templates, and their check
   template_server.py    the processes that render them

@@ -2,7 +2,8 @@
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 from lorikeet.protocol.messages import Call, Thinking
 from lorikeet.text.choice import Ending, ToolCallPart
@@ -19,8 +20,7 @@ from lorikeet_engine.request import TokenLogprobs, Tokens
 CallParser = ToolCallParser | ForcedCallParser | ForcedGemmaParser | ForcedXmlParser
 
 
-@dataclass(frozen=True, slots=True)
-class OutputDelta:
+class OutputDelta(NamedTuple):
     """New part of a choice: thinking, then text, then tool calls.
 
     logprobs: log probabilities of the tokens of `text`, or of all of `token_ids` if these are asked

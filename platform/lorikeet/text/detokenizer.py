@@ -117,6 +117,10 @@ class StopStrings:
         self._prefixes = {each[:end] for each in self._stop for end in range(1, len(each))}
         self._longest = max(map(len, self._prefixes), default=0)
 
+    def __bool__(self) -> bool:
+        """Whether there are any."""
+        return bool(self._stop)
+
     def find(self, text: str) -> int | None:
         """Return the position of the first stop string in a text; None if there is none."""
         return min((at for stop in self._stop if (at := text.find(stop)) >= 0), default=None)
@@ -168,7 +172,7 @@ class Detokenizer:
         self._skip_special = hidden is None
         self._context = list(prompt[-_CONTEXT_TOKENS:])  # tokens before the undecoded ones
         self._decoder = self._new_decoder()
-        self._stop_strings = stop
+        self._stop_strings, self._may_stop = stop, bool(stop)
         self._min_tokens = min_tokens
         self._reasoning = reasoning
         self._undecoded: list[int] = []
@@ -275,7 +279,7 @@ class Detokenizer:
         if self._reasoning is not None:
             text = self._reasoning.push(text, last=last)
         self._held += text
-        if self.tokens <= self._min_tokens:
+        if not self._may_stop or self.tokens <= self._min_tokens:
             certain, self._held = self._held, ""
             return certain
         begin = self._stop_strings.find(self._held)

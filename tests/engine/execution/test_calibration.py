@@ -103,7 +103,8 @@ def measure(monkeypatch):
         clock = SimpleNamespace(perf_counter=lambda: runner.now_s)
         monkeypatch.setattr(step_timer, "time", clock)
         arena = DeviceArena(weights, torch.device("cpu"))
-        found = measure_step_costs(runner, 20_000, arena, shape, replace(SETTINGS, **changes))
+        settings = replace(SETTINGS, **changes)
+        found = measure_step_costs(runner, 20_000, arena, elements, shape, settings)
         assert not table.any()
         measured_s.append(runner.now_s)
         return found

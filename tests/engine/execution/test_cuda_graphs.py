@@ -245,16 +245,15 @@ def name_of(param):
     return "-".join((*param[:2], decoder_config(param[2])["model_type"]))
 
 
-# Which graph computes a step depends on its size, not on the model: make test takes two on the CPU.
-FEW = pytest.mark.parametrize(
-    "engine",
-    [
-        *(pytest.param(e, marks=[] if e in (ON_CPU[0], ON_CPU[-1]) else SOAK) for e in ON_CPU),
-        *ON_GPU,
-    ],
-    ids=name_of,
-    indirect=True,
-)
+def on(*often):
+    """Run a test on the GPU's engines and all of the CPU's, of which `make test` takes some."""
+    on_cpu = [pytest.param(e, marks=[] if e in often else SOAK) for e in ON_CPU]
+    return pytest.mark.parametrize("engine", [*on_cpu, *ON_GPU], ids=name_of, indirect=True)
+
+
+# Which graph computes a step depends on its size, not on the model.
+FEW = on(ON_CPU[0], ON_CPU[-1])
+WITH_STATES = on(ON_CPU[0], ("cpu", "auto", HYBRID), ON_CPU[-1])
 
 
 @pytest.fixture(params=[*ON_CPU, *ON_GPU], ids=name_of)
@@ -315,7 +314,7 @@ def test_a_graph_gives_the_logits_of_the_plain_pass(engine):
     for i in range(14):
         adapter = engine.refs[i % 5] if i % 3 else None
         prompt = [(7 * i + j) % 512 for j in range(1 + 9 * i)]
-        answers.submit(greedy(f"r{i}", prompt, adapter=adapter, max_tokens=4 + 2 * i))
+        answers.submit(greedy(f"r{i}", prompt, adapter=adapter, max_tokens=4 + i))
         answers.step()
     answers.all()
     assert not answers.errors
@@ -334,6 +333,7 @@ def test_base_requests_alone_use_a_graph_without_adapters(engine):
     assert twice.compared == [(3, 1, 0)] + [(1, 1, 0)] * 19
 
 
+@WITH_STATES
 def test_graphs_compute_prompts_in_chunks_and_behind_a_cached_prefix(engine):
     engine._runner = twice = Twice(engine._runner)
     long = [i % 512 for i in range(300)]
@@ -472,6 +472,7 @@ class Spied:
         return self._captured.forward(batch)
 
 
+@WITH_STATES
 def test_piecewise_graphs_compute_prompts_of_many_adapters(engine, monkeypatch):
     monkeypatch.setattr(cuda_graphs, "SEEN_IN_PIECES", 1)
     answers = Answers(engine)

@@ -26,7 +26,7 @@ CASES = [
     (HEADS[0], 1),
     (HEADS[1], 3),
     (HEADS[2], 7),
-    (Heads(2, 2, 32, 64), 3),
+    (Heads(1, 1, 32, 64), 3),
 ]
 STATES = (torch.float32, torch.bfloat16)
 

@@ -27,6 +27,7 @@ FILES = (
     "test_pointwise.py",
     "test_prefixes.py",
     "test_sampling_kernels.py",
+    "test_token_rows_triton.py",
     "test_w4a16.py",
     "test_wide_heads.py",
 )

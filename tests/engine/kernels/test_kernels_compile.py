@@ -102,7 +102,13 @@ class Hopper:
 
 
 @pytest.fixture
-def compiled(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+def ptx() -> dict[str, str]:
+    """PTX of the kernels that the test's launches compiled, by name; of several, the last."""
+    return {}
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch, ptx: dict[str, str]) -> set[str]:
     """The names of the kernels that the test's launches compiled."""
     names, run = set(), JITFunction.run
 
@@ -111,6 +117,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> set[str]:
         made = run(kernel, *args, grid=grid, warmup=True, **options)
         assert made.metadata.shared <= MOST_SHARED, kernel.__name__
         names.add(kernel.__name__)
+        ptx[kernel.__name__] = made.asm["ptx"]
         return made
 
     monkeypatch.setattr(JITFunction, "run", compile_only)
@@ -165,6 +172,20 @@ def test_lora(compiled: set[str], tokens: int, segments: int, rank: int) -> None
         "_expand_few" if few else "_expand",
     }
     assert ("_expand_act_and_mul" in compiled) == (listed.regime == Regime.PREFILL)
+
+
+@pytest.mark.usefixtures("compiled")
+def test_a_decode_of_compositions_reads_as_widely_with_few_more_instructions(
+    ptx: dict[str, str],
+) -> None:
+    lines = []
+    for composed in (False, True):
+        weights, listed = lora(8, 8, 32)
+        listed = replace(listed, composed=composed)
+        expand(shrink(empty(8, 4096), weights, listed, 3, QKV), empty(8, 6144))
+        assert "v4.b32" in ptx["_expand_few"]
+        lines.append(ptx["_expand_few"].count(";"))
+    assert lines[1] < 1.2 * lines[0]
 
 
 def test_a_step_with_tiles_runs_lora_on_the_side_stream(

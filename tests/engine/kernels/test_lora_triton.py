@@ -57,7 +57,7 @@ SMALL = LoraGroup((4, 5), d_in=40, d_outs=(36, 20))
 EMBEDDINGS = LoraGroup((6,), d_in=50, d_outs=(72,))
 NO_ROWS = LoraGroup((5,), d_in=72, d_outs=(3,))
 LONG = LoraGroup((6,), d_in=1300, d_outs=(24,))
-MIXED_RANKS = [4, 64, 12, 1, 16]
+MIXED_RANKS = [4, 20 if INTERPRETED else 64, 12, 1, 16]
 MIXED_RUNS = [(3, 2), (0, 16), (4, 17), (1, 1), (2, 35)]
 
 

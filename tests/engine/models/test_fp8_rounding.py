@@ -34,8 +34,8 @@ def load(folder, dtype=torch.float32):
 
 def logits(model):
     run = Run(None, PagedTokens(), model=model)
-    run.step({"a": PROMPT[:30]})
-    for token in PROMPT[30:]:
+    run.step({"a": PROMPT[:37]})
+    for token in PROMPT[37:]:
         run.step({"a": [token]})
     return run.of("a")
 
@@ -90,7 +90,8 @@ def linears_of(layer):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_rehearsal_knows_the_bytes_of_fp8_weights(tiny_checkpoints, dtype):
-    for name in (*FAMILIES, *MOE):
+    every = (*FAMILIES, *MOE)
+    for name in every[dtype is torch.bfloat16 :: 2]:
         folder = tiny_checkpoints[name]
         plain = rehearse_load(folder, dtype)[1]
         found = rehearse_load(folder, dtype, rounding=Quantization.FP8)[1]

@@ -16,7 +16,7 @@ from lorikeet_engine.models import checkpoint, staging, stored_tensors
 from lorikeet_engine.models.checkpoint import Checkpoint
 from lorikeet_engine.models.config import ModelConfig
 from lorikeet_engine.models.llama import load_model
-from lorikeet_engine.models.rope_config import QueryScaling
+from lorikeet_engine.models.rotary import QueryScaling
 from tests.engine.conftest import YARN
 from tests.engine.models.test_models import assert_equal, prompt_of, reference
 

@@ -60,12 +60,6 @@ def test_packed_integers_are_multiplied_as_the_floats_that_they_stand_for(
     assert_equal(logits(folder, packed(folder)), logits(floats))
 
 
-@pytest.mark.parametrize(("family", "double"), pairs(DENSE, [True, False]))
-def test_packed_nf4_is_multiplied_as_its_floats(nf4, family, double):
-    _, folder = nf4(family, double)
-    assert_equal(logits(folder, packed(folder)), logits(folder))
-
-
 @pytest.mark.parametrize("kind", INT4)
 def test_an_adapter_is_added_to_packed_linears(wide_checkpoints, tmp_path, kind):
     folder, floats = written(wide_checkpoints, tmp_path, kind, "qwen3")

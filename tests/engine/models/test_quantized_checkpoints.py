@@ -44,11 +44,13 @@ def logits(folder, model=None):
 
 
 @pytest.mark.parametrize(("family", "double"), pairs(DENSE, [True, False]))
-def test_an_nf4_checkpoint_gives_the_logits_of_bitsandbytes(nf4, family, double):
+def test_an_nf4_checkpoint_gives_the_logits_of_bitsandbytes_packed_or_not(nf4, family, double):
     model, folder = nf4(family, double)
     with torch.inference_mode():
         want = model(torch.tensor([PROMPT])).logits[0]
-    assert_equal(logits(folder), want)
+    for packed in (False, True):
+        served = load_model(folder, CPU, torch.float32, packed=packed)
+        assert_equal(logits(folder, served), want)
 
 
 def test_an_adapter_is_added_to_the_exact_values_of_an_nf4_base(nf4, wide_checkpoints, tmp_path):

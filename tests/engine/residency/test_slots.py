@@ -400,3 +400,27 @@ def test_no_memory_is_ever_stranded(loads):
         for block, part in zip(blocks, image.split([b.numel() for b in blocks]), strict=True):
             block.copy_(part)
     check(pool, live)
+
+
+def test_the_end_of_an_arena_is_cut_off_and_its_images_keep_their_contents():
+    pool = pool_of(elements=100)
+    slots = [pool.put(layout_of(10, 10, 0, 0)) for _ in range(5)]
+    for value, slot in enumerate(slots, 1):
+        for block in pool.blocks(slot):
+            block.fill_(value)
+    pool.free(slots[1])
+    pool.free(slots[2])
+    command = pool.cut(30)
+    assert command is not None
+    pool.arena.run(command)
+    assert (pool.elements, pool.used_elements) == (70, 60)
+    for value, slot in ((1, slots[0]), (4, slots[3]), (5, slots[4])):
+        blocks = pool.blocks(slot)
+        assert all((block == value).all() for block in blocks)
+        assert all(p.offset + p.end - p.begin <= 70 for p in pool.image(slot).pieces)
+    assert pool.cut(20) is None, "images would not fit"
+    assert pool.elements - pool.used_elements == 10
+    pool.extend(30)
+    assert pool.can_place(40)
+    pool.put(layout_of(40, 0, 0, 0))
+    assert pool.used_elements == 100

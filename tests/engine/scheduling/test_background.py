@@ -102,6 +102,17 @@ def test_alone_the_background_computes_steps_that_a_comer_can_wait_for():
     assert set(harness.finished) == set(made)
 
 
+def test_alone_the_background_computes_more_forced_tokens_than_fit_into_its_time():
+    harness = SchedulerHarness()
+    harness.budget = StepBudget(None, StepCosts(rows=(RowsTime(1, 0.01), RowsTime(64, 0.64))))
+    assert harness.budget.background_tokens_alone() == 8
+    made = [harness.add(3, max_tokens=40, scheduling=BACKGROUND) for _ in range(3)]
+    harness.step()
+    harness.forced = {made[1]: tuple(range(20))}
+    harness.run()
+    assert set(harness.finished) == set(made)
+
+
 def test_work_in_the_background_costs_its_tenant_no_turn_in_the_foreground():
     harness = SchedulerHarness(tokens=8, sequences=8)
     harness.add(64, scheduling=BACKGROUND)

@@ -12,7 +12,7 @@ import triton.language as tl
 from lorikeet_engine.kernels.fp8_kv import KvScales
 from lorikeet_engine.kernels.latents import AbsorbedWeight, LatentNorms
 from lorikeet_engine.kernels.lora import composition
-from lorikeet_engine.kernels.lora.composition import ranks_at
+from lorikeet_engine.kernels.lora.composition import members_at, ranks_at
 from lorikeet_engine.kernels.lora.tiles import tile_at
 from lorikeet_engine.kernels.lora.types import LoraDelta, LoraStep
 from lorikeet_engine.kernels.pointwise.lora_operands import lora_at, operands
@@ -357,9 +357,8 @@ def _add_low_rank(
     entry = table + slot * slot_stride + place
     token, k, column = tl.arange(0, block_tokens), tl.arange(0, block_rank), tl.arange(0, block)
     if members is not None:
-        rank = ranks_at(
-            table, members, member_weights, slot, slot_stride, place, True, k, kv_rank, 0
-        )[2]
+        of_a, rank = members_at(table, members, member_weights, slot, slot_stride, place, True, 0)
+        of_b, _ = members_at(table, members, member_weights, slot, slot_stride, place, True, 1)
     else:
         rank = tl.load(entry + 2).to(tl.int32)
         a = arena + tl.multiple_of(tl.load(entry), 16)
@@ -371,13 +370,8 @@ def _add_low_rank(
         ranks = (done + k).to(tl.int64)
         live = ranks < rank
         if members is not None:
-            a_ranks = ranks_at(
-                table, members, member_weights, slot, slot_stride, place, True, done + k, kv_rank, 0
-            )
-            b_begins = ranks_at(
-                table, members, member_weights, slot, slot_stride, place, True, done + k,
-                heads * width, 1,
-            )[0]  # fmt: skip
+            a_ranks = ranks_at(of_a, done + k, kv_rank)
+            b_begins = ranks_at(of_b, done + k, heads * width)[0]
             a_rows = arena + a_ranks[0]
             b_rows = arena + b_begins + head * width
         else:

@@ -29,8 +29,11 @@ def operands(weights: LoraWeights, tiles: Tiles) -> tuple[torch.Tensor | None, .
     return weights.members, weights.member_weights
 
 
+_STEP = tl.constexpr(2 * MAX_MEMBERS)  # between the ends of two ranks; a power of two
+
+
 @triton.jit  # type: ignore[untyped-decorator]
-def ranks_at(
+def members_at(
     table: tl.tensor,
     members: tl.tensor,
     member_weights: tl.tensor,
@@ -38,33 +41,46 @@ def ranks_at(
     slot_stride: tl.tensor,
     linear: tl.tensor,
     known: tl.tensor,
-    k: tl.tensor,
-    width: tl.tensor,
     side: tl.constexpr,
 ) -> tl.tuple:
-    """Find ranks of the adapters that a slot adds up → (element of the arena at which each begins,
-    weight of its adapter, number of ranks).
+    """Find the adapters that a slot adds up → (adapters, for `ranks_at`; sum of their ranks).
 
     table: where each adapter's A and B begin in the arena, and its rank (LoraWeights).
     members, member_weights: slots of the adapters that each slot adds up, and their weights.
-    slot_stride: stride of the table.
     slot: slot of a composition or of an adapter; −1: of none, with `known` false.
-    linear: offset of the linear's entry in a slot's part of the table.
-    known: mask of linears that exist.
-    k: indices of the ranks. width: elements of a rank. side: 0 for ranks of A, 1 for B.
+    slot_stride: stride of the table.
+    linear: offset of the linear's entry in a slot's part of the table. [ranks] if the ranks belong
+        to several linears; the returned sum of ranks is undefined then.
+    known: mask of linears that exist, with the shape of `linear`.
+    side: 0 for ranks of A, 1 for B.
     """
-    rank = (linear * 0).to(tl.int32)
-    begins = k.to(tl.int64) * 0
-    weights = k.to(tl.float32) * 0.0
-    for i in tl.static_range(MOST):
-        own_slot = tl.maximum(slot, 0) * MOST + i
-        member = tl.load(members + own_slot).to(tl.int64)
-        there = known & (member >= 0)
-        entry = table + member * slot_stride + linear
-        own = tl.load(entry + 2, mask=there, other=0).to(tl.int32)
-        begin = tl.multiple_of(tl.load(entry + side, mask=there, other=0), 16)
-        inside = (k >= rank) & (k < rank + own)
-        begins = tl.where(inside, begin + (k - rank).to(tl.int64) * width, begins)
-        weights = tl.where(inside, tl.load(member_weights + own_slot), weights)
-        rank += own
-    return begins, weights, rank
+    first, i = tl.maximum(slot, 0) * MOST, tl.arange(0, MOST)[:, None]
+    member = tl.load(members + first + i).to(tl.int64)
+    entry = table + member * slot_stride + linear  # [MOST, 1 or ranks]
+    own = tl.load(entry + 2, mask=known & (member >= 0), other=0).to(tl.int32)
+    # one number says how many ranks end with adapter i, and that i + 1 adapters have ended
+    ends = tl.cumsum(own, 0) * _STEP + i + 1
+    found = table + side, members + first, member_weights + first, slot_stride, linear, ends
+    return found, tl.sum(tl.sum(own, 0), 0)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def ranks_at(found: tl.tuple, k: tl.tensor, width: tl.tensor) -> tl.tuple:
+    """Find ranks of added adapters → (element of the arena at which each begins, weight of its
+    adapter, whether it exists).
+
+    found: the adapters, from `members_at`.
+    k: indices of the ranks.
+    width: elements of a rank.
+
+    A decode's program is short, so each instruction per rank and adapter counts: this is one
+    comparison, one choice and one maximum.
+    """
+    table, members, member_weights, slot_stride, linear, ends = found
+    last = tl.max(tl.where(ends <= (k * _STEP + MOST)[None, :], ends, 0), 0)
+    index, first = last & (_STEP - 1), last // _STEP
+    exists = index < MOST
+    member = tl.load(members + index, mask=exists, other=0).to(tl.int64)
+    begin = tl.load(table + member * slot_stride + linear, mask=exists, other=0)
+    weight = tl.load(member_weights + index, mask=exists, other=0.0)
+    return tl.multiple_of(begin, 16) + (k - first).to(tl.int64) * width, weight, exists

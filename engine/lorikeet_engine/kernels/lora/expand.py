@@ -6,7 +6,7 @@ import triton.language as tl
 
 from lorikeet_engine.errors import ShapeError
 from lorikeet_engine.kernels.lora import composition
-from lorikeet_engine.kernels.lora.composition import ranks_at
+from lorikeet_engine.kernels.lora.composition import members_at, ranks_at
 from lorikeet_engine.kernels.lora.shrink import MAX_PARTS
 from lorikeet_engine.kernels.lora.tiles import Tiles, launches_early, tile_at
 from lorikeet_engine.kernels.lora.tuning import Regime
@@ -154,9 +154,7 @@ def _expand_few(
     entry = table + slot * slot_stride + linear
     k = tl.arange(0, block_rank)
     if members is not None:
-        begins, _, rank = ranks_at(
-            table, members, member_weights, slot, slot_stride, linear, True, k, width, 1
-        )
+        found, rank = members_at(table, members, member_weights, slot, slot_stride, linear, True, 1)
     else:
         rank = tl.load(entry + 2).to(tl.int32)
     if vectors is not None:
@@ -169,7 +167,7 @@ def _expand_few(
     column = offset + tl.arange(0, block_out)
     inside = column < width
     if members is not None:
-        b_tile = arena + begins[:, None] + column[None, :]
+        b_tile = arena + ranks_at(found, k, width)[0][:, None] + column[None, :]
     else:
         b_start = tl.multiple_of(tl.load(entry + 1), 16)
         b_tile = arena + b_start + k[:, None] * width + column[None, :]
@@ -188,10 +186,7 @@ def _expand_few(
         for done in range(block_rank, rank, block_rank):
             left = rank - done
             if members is not None:
-                begins = ranks_at(
-                    table, members, member_weights, slot, slot_stride, linear, True, done + k,
-                    width, 1,
-                )[0]  # fmt: skip
+                begins = ranks_at(found, done + k, width)[0]
                 next_tile = arena + begins[:, None] + column[None, :]
             else:
                 next_tile = b_tile + done * width
@@ -327,10 +322,9 @@ def _expand(
     entry = table + slot * slot_stride + linear
     token, k = tl.arange(0, block_tokens), tl.arange(0, block_rank)
     if members is not None:
-        begins, _, rank = ranks_at(
-            table, members, member_weights, slot, slot_stride, linear, True, k, width, 1
-        )
+        found, rank = members_at(table, members, member_weights, slot, slot_stride, linear, True, 1)
     else:
+        found = None
         rank = tl.load(entry + 2).to(tl.int32)
     if vectors is not None:
         own = vectors + slot * vectors_of_slot + layer * vectors_of_layer + first_linear + index
@@ -339,7 +333,9 @@ def _expand(
             return
     elif add and rank == 0:
         return
-    if members is None:
+    if members is not None:
+        begins = ranks_at(found, k, width)[0]
+    else:
         b_start = tl.multiple_of(tl.load(entry + 1), 16)
     row, real = (start + token).to(tl.int64), token < length
     part_stride = len(widths) * rank_stride
@@ -356,8 +352,7 @@ def _expand(
         else:
             b_tile = arena + b_start + k[:, None] * width + column[None, :]
         total = multiply(
-            first_ranks, v_tile, b_tile, real, inside, k, rank, width,
-            (arena, table, members, member_weights, slot, slot_stride, linear), column,
+            first_ranks, v_tile, b_tile, real, inside, k, rank, width, arena, found, column,
             parts, part_stride, block_parts, block_rank, more_ranks, upcast,
         )  # fmt: skip
         out = delta + row[:, None] * delta_stride + begin + column[None, :]
@@ -380,7 +375,8 @@ def multiply(
     k: tl.tensor,
     rank: tl.tensor,
     width: tl.tensor,
-    of_adapter: tl.tuple,
+    arena: tl.tensor,
+    found: tl.tuple,
     column: tl.tensor,
     parts: tl.tensor,
     part_stride: tl.tensor,
@@ -395,24 +391,20 @@ def multiply(
     v_tile, b_tile: pointers to the first block of ranks of v and of B.
     real, inside: masks of the tokens and of the columns that exist.
     k: indices of the ranks in a block. width: elements from one rank to the next in B.
-    of_adapter: arena, table, members, member_weights, slot, slot_stride and linear, by which
-        composition.ranks_at finds further ranks of a composition.
+    found: adapters of a composition, as composition.members_at found them; None: of a step without
+        compositions.
     column: indices of the columns.
     part_stride: elements of v from one part to the next.
     block_parts, block_rank: parts and ranks computed at once.
     All other operands: see _expand.
     """
-    arena, table, members, member_weights, slot, slot_stride, linear = of_adapter
     b = tl.load(b_tile, mask=(k < rank)[:, None] & inside[None, :], other=0.0)
     total = _dot(first_ranks, b, upcast)
     if more_ranks:
         for done in tl.range(block_rank, rank, block_rank, num_stages=1):
             left = rank - done
-            if members is not None:
-                begins = ranks_at(
-                    table, members, member_weights, slot, slot_stride, linear, True, done + k,
-                    width, 1,
-                )[0]  # fmt: skip
+            if found is not None:
+                begins = ranks_at(found, done + k, width)[0]
                 next_tile = arena + begins[:, None] + column[None, :]
             else:
                 next_tile = b_tile + done * width

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from lorikeet_engine.errors import ShapeError
 from lorikeet_engine.kernels.lora import composition
-from lorikeet_engine.kernels.lora.composition import ranks_at
+from lorikeet_engine.kernels.lora.composition import members_at, ranks_at
 from lorikeet_engine.kernels.lora.expand import PARTS_AT_ONCE, multiply, sum_parts, vectors_at
 from lorikeet_engine.kernels.lora.tiles import tile_at
 from lorikeet_engine.kernels.lora.types import UnexpandedDelta, check_rows
@@ -113,13 +113,15 @@ def _expand_act_and_mul(
     known = slot >= 0
     token, k = tl.arange(0, block_tokens), tl.arange(0, block_rank)
     if members is not None:
-        gate_begins, _, gate_rank = ranks_at(
-            table, members, member_weights, slot, slot_stride, linear, known, k, width, 1
+        gate, gate_rank = members_at(
+            table, members, member_weights, slot, slot_stride, linear, known, 1
         )
-        up_begins, _, up_rank = ranks_at(
-            table, members, member_weights, slot, slot_stride, linear + 3, known, k, width, 1
+        up, up_rank = members_at(
+            table, members, member_weights, slot, slot_stride, linear + 3, known, 1
         )
+        gate_begins, up_begins = ranks_at(gate, k, width)[0], ranks_at(up, k, width)[0]
     else:
+        gate, up = None, None
         gate_rank = tl.load(entry + 2, mask=known, other=0).to(tl.int32)
         up_rank = tl.load(entry + 5, mask=known, other=0).to(tl.int32)
         gate_b = arena + tl.multiple_of(tl.load(entry + 1, mask=known, other=0), 16)
@@ -150,13 +152,11 @@ def _expand_act_and_mul(
             place = k[:, None] * width + column[None, :]
             gate_tile, up_tile = gate_b + place, up_b + place
         gates += multiply(
-            gate_ranks, gate_v, gate_tile, real, inside, k, gate_rank, width,
-            (arena, table, members, member_weights, slot, slot_stride, linear), column,
+            gate_ranks, gate_v, gate_tile, real, inside, k, gate_rank, width, arena, gate, column,
             parts, part_stride, block_parts, block_rank, more_ranks, upcast,
         )  # fmt: skip
         values += multiply(
-            up_ranks, up_v, up_tile, real, inside, k, up_rank, width,
-            (arena, table, members, member_weights, slot, slot_stride, linear + 3), column,
+            up_ranks, up_v, up_tile, real, inside, k, up_rank, width, arena, up, column,
             parts, part_stride, block_parts, block_rank, more_ranks, upcast,
         )  # fmt: skip
         if vectors is not None:

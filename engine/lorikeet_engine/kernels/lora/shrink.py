@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from lorikeet_engine.kernels.lora import composition
-from lorikeet_engine.kernels.lora.composition import ranks_at
+from lorikeet_engine.kernels.lora.composition import members_at, ranks_at
 from lorikeet_engine.kernels.lora.tiles import Tiles, launches_early, tile_at
 from lorikeet_engine.kernels.lora.types import (
     LoraGroup,
@@ -145,15 +145,15 @@ def _shrink(
             blocks = tl.cdiv(rank_stride, wide_columns)
             index = tl.program_id(1) // blocks
             k = (tl.program_id(1) - index * blocks) * wide_columns + tl.arange(0, wide_columns)
-            known = index < slices
         else:
             column = tl.program_id(1) * block_columns + tl.arange(0, block_columns)
             index, k = column // rank_stride, column % rank_stride
-            known = index < slices
-        begins, weight, rank = ranks_at(
-            table, members, member_weights, slot, slot_stride, linear + index * 3, known, k, d_in, 0
+        found, rank = members_at(
+            table, members, member_weights, slot, slot_stride, linear + index * 3, index < slices, 0
         )
-        live = k < rank
+        begins, weight, live = ranks_at(found, k, d_in)
+        if one_slice:
+            live = k < rank  # the same, in fewer instructions
         if tl.max(live.to(tl.int32), 0) == 0:
             return
         _shrink_block(

@@ -102,7 +102,7 @@ def _replace_logits(
     k = first + tl.arange(0, block_rows)
     token = tl.arange(0, block_tokens)
     row, real = (start + token).to(tl.int64), token < length
-    begin = arena + tl.load(entry) + k[:, None].to(tl.int64) * hidden
+    begin = arena + tl.multiple_of(tl.load(entry), 16) + k[:, None].to(tl.int64) * hidden
     total = tl.zeros((block_tokens, block_rows), tl.float32)
     for done in range(0, hidden, block_hidden):
         column = done + tl.arange(0, block_hidden)
@@ -154,7 +154,7 @@ def replace_rows(
             found = tl.where(token_ids_at(digits, found + half, count) <= ids, found + half, found)
             left -= half
         replaced = real & (token_ids_at(digits, found, count) == ids)
-        rows = arena + tl.load(entry) + found.to(tl.int64)[:, None] * hidden
+        rows = arena + tl.multiple_of(tl.load(entry), 16) + found.to(tl.int64)[:, None] * hidden
         for first in range(0, hidden, block_columns):
             column = first + tl.arange(0, block_columns)
             inside = replaced[:, None] & (column < hidden)[None, :]

@@ -17,6 +17,7 @@ from lorikeet_engine.residency.gpu.image_copies import ImageCopy
 from lorikeet_engine.residency.gpu.slots import SlotPool
 from lorikeet_engine.residency.packed_image import PackedImage, PackedLayout
 from lorikeet_engine.residency.reservations import MemoryReservations
+from lorikeet_engine.scheduling.border_policy import Evicted
 from lorikeet_engine.telemetry.status import EvictionCandidate, TierStatus
 
 log = logging.getLogger(__name__)
@@ -148,6 +149,9 @@ class GpuAdapters:
     """Decides which adapters are on the GPU, and leases them to sequences.
 
     For the engine's thread only, except holds, snapshot, available_elements and victim.
+
+    evicted: the adapters evicted last; None where the arena's size is fixed.
+    missed: sizes, in elements, of adapters in `evicted` that requests have loaded again.
     """
 
     def __init__(
@@ -175,6 +179,8 @@ class GpuAdapters:
         self._reservations = MemoryReservations(pool.elements)
         self._on_change = on_change
         self._evictions = self._checksum_failures = 0
+        self.evicted: Evicted | None = None
+        self.missed = list[int]()
 
     @property
     def available_elements(self) -> int:
@@ -319,6 +325,41 @@ class GpuAdapters:
             self._evict(adapter)
         return True
 
+    def extend(self, elements: int) -> None:
+        """Add elements to the arena's end."""
+        self._pool.extend(elements)
+
+    def cut(self, elements: int) -> bool:
+        """Take elements from the arena's end: evict adapters, and move the images that lie there.
+
+        Returns False, and takes none, if leased, guarded and pinned adapters leave too little room,
+        if the arena would become smaller than at the start, or while an adapter is being copied.
+        """
+        pool = self._pool
+        copying = any(adapter.copying for adapter in self._held.values())
+        if copying or pool.elements - elements < pool.least:
+            return False
+        now_s, held = self._clock(), self._reservations.granted
+        held += sum(
+            adapter.layout.elements
+            for digest, adapter in self._held.items()
+            if digest not in self._reservations and adapter.held_at(now_s)
+        )
+        if held > pool.elements - elements:
+            return False
+        command = None
+        while command is None:
+            if pool.used_elements <= pool.elements - elements:
+                command = pool.cut(elements)
+            if command is None:
+                adapter = next(self._evictable(), None)
+                if adapter is None:
+                    return False
+                self._evict(adapter)
+        if command.moves:
+            self._arena.run(command)
+        return True
+
     def place(
         self, ref: AdapterRef, image: PackedImage, reason: LoadReason, uses: float = 0.0
     ) -> ImageCopy | None:
@@ -350,6 +391,8 @@ class GpuAdapters:
         self._sort_in(adapter)
         if requested:
             self.guard(digest)
+            if self.evicted is not None and (elements := self.evicted.remove(digest)):
+                self.missed.append(elements)
         facts = {"adapter": str(ref), "slot": adapter.slot, "requested": requested}
         log.info("adapter_admitted", extra=facts)
         return copy
@@ -487,6 +530,8 @@ class GpuAdapters:
     def _evict(self, adapter: GpuAdapter) -> None:
         digest = adapter.ref.digest
         self._evictions += 1
+        if self.evicted is not None:
+            self.evicted.add(digest, adapter.layout.elements)
         del self._adapters[digest]
         self._held.pop(digest, None)
         self._take_out(adapter)

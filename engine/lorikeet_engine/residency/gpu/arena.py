@@ -117,8 +117,9 @@ class ClearRow:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Move of elements in the arena (GPU memory for adapters) from `source` down to `target`; the
-    two ranges may overlap.
+    """Move of elements in the arena (GPU memory for adapters) from `source` to `target`.
+
+    The two ranges may overlap if `target` comes first.
     """
 
     source: int
@@ -258,7 +259,7 @@ class DeviceArena:
         self._copying.wait_stream(computing)
 
     def _move(self, move: Move) -> None:
-        arena, gap = self.weights.arena, move.source - move.target
+        arena, gap = self.weights.arena, abs(move.source - move.target)
         step = max(gap, _MOVE_ELEMENTS)
         for done in range(0, move.elements, step):
             part = arena[move.source + done : move.source + min(done + step, move.elements)]
@@ -267,19 +268,27 @@ class DeviceArena:
 
 
 def allocate_weights(
-    shape: BaseShape, gpu_bytes: int, slots: int, dtype: torch.dtype, device: torch.device
+    shape: BaseShape,
+    gpu_bytes: int,
+    slots: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    memory: torch.Tensor | None = None,
 ) -> LoraWeights:
     """Allocate an empty arena and empty tables for adapters.
 
     gpu_bytes: size of the arena, the GPU memory for adapters.
     slots: number of adapters that the table has rows for, besides MAX_COMPOSITIONS compositions.
+    memory: bytes to use as the arena, of which not all need be there; None: allocate `gpu_bytes`.
     """
     slots += MAX_COMPOSITIONS
     table = slots, shape.layers + 1, len(shape.modules)
     members = torch.full((slots, MAX_MEMBERS), -1, dtype=torch.int32)
     members[:, 0] = torch.arange(slots)
+    if memory is None:
+        memory = torch.zeros(gpu_bytes // dtype.itemsize, dtype=dtype, device=device)
     return LoraWeights(
-        torch.zeros(gpu_bytes // dtype.itemsize, dtype=dtype, device=device),
+        memory.view(dtype),
         torch.zeros((*table, 3), dtype=torch.int64, device=device),
         torch.full(table, -1, dtype=torch.int64, device=device),
         members.to(device),

@@ -51,13 +51,14 @@ class SlotPool:
     Computes places, and moves images if free blocks are too small; a DeviceArena runs the resulting
     commands. For the engine's thread only, except `placed`.
 
-    elements: size of the arena.
+    elements: size of the arena now.
+    least: size of the arena at the start; it never becomes smaller.
     slots: number of slots, which are rows of the table of adapters.
     moved_elements: number of elements that compactions have moved since the start.
     """
 
     def __init__(self, elements: int, slots: int) -> None:
-        self.elements = elements
+        self.elements = self.least = elements
         self.slots = slots
         self.moved_elements = 0
         self._blocks = FreeList(elements)
@@ -95,6 +96,40 @@ class SlotPool:
             pieces.append(Piece(offset, begin, end))
         placed = self._placed[slot] = PlacedImage(layout, tuple(pieces))
         return SlotAllocation(slot, placed.pieces, (*commands, self._row(slot)))
+
+    def extend(self, elements: int) -> None:
+        """Add elements to the arena's end."""
+        self.elements += elements
+        self._blocks.extend(elements)
+
+    def cut(self, elements: int) -> Compact | None:
+        """Take elements from the arena's end; return the command that moves the images out of them.
+
+        Returns None, and changes nothing, if a part of an image fits no hole before the new end.
+        """
+        end, before = self.elements - elements, self._blocks.copy()
+        inside = [
+            (piece, slot)
+            for slot, placed in self._placed.items()
+            for piece in placed.pieces
+            if piece.offset + piece.end - piece.begin > end
+        ]
+        self._blocks.cut(elements)
+        moves, slots = list[Move](), dict[int, PlacedImage]()
+        for piece, slot in sorted(inside, key=lambda item: item[0].begin - item[0].end):
+            size = piece.end - piece.begin
+            target = self._blocks.allocate(size)
+            if target is None:
+                self._blocks = before
+                return None
+            if piece.offset < end:  # after the new place is chosen: a move may not overlap
+                self._blocks.release(piece.offset, end - piece.offset)
+            moves.append(Move(piece.offset, target, size))
+            slots[slot] = _with_moved(slots.get(slot, self._placed[slot]), piece, target)
+        self._placed |= slots
+        self.elements = end
+        self.moved_elements += sum(move.elements for move in moves)
+        return Compact(tuple(moves), tuple(map(self._row, slots)))
 
     def placed(self) -> dict[int, PlacedImage]:
         """Return a snapshot of all adapters' images in the arena, by slot. For any thread, without

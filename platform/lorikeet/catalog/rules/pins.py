@@ -8,9 +8,9 @@ from lorikeet.catalog.names import DEFAULT_ALIAS, check_name, check_selector
 from lorikeet.catalog.records import PinRecord
 from lorikeet.catalog.rules.adapters import Changes, usable_versions
 from lorikeet.catalog.rules.limits import check_expiry, check_options, check_text
-from lorikeet.catalog.rules.pin_budget import check_budget
+from lorikeet.catalog.rules.pin_budget import check_budget, versions_kept
 from lorikeet.catalog.state import CatalogState
-from lorikeet.errors import InvalidInput, NotFound, UnknownModel
+from lorikeet.errors import Conflict, InvalidInput, NotFound, UnknownModel
 from lorikeet.request_defaults import MAX_SYSTEM_PROMPT_BYTES
 from lorikeet_engine.adapter import Residency
 
@@ -28,6 +28,8 @@ class PinOptions(TypedDict, total=False):
     expires: Unix seconds; None: never.
     prompt: system prompt whose KV pages replicas compute before users ask; None: that of the
         earlier pin, if there is one. Only for pins of one adapter.
+    draft: whether the adapter drafts tokens of all answers of its base model, on replicas whose
+        speculation is `draft`. Only for one adapter on the GPUs of all replicas.
     """
 
     selector: str
@@ -37,6 +39,7 @@ class PinOptions(TypedDict, total=False):
     reason: str
     expires: float | None
     prompt: str | None
+    draft: bool
 
 
 def pin_change(tenant: str, name: str | None, now: float, **options: Unpack[PinOptions]) -> Pinned:
@@ -67,6 +70,13 @@ def pin_change(tenant: str, name: str | None, now: float, **options: Unpack[PinO
     check_text(change.reason, LONGEST_REASON, "reason")
     if change.prompt is not None:
         _check_prompt(change.prompt, name)
+    everywhere = change.tier is Residency.GPU and change.replicas is None
+    if change.draft and not (name and everywhere):
+        raise InvalidInput(
+            "a draft is one adapter on the GPUs of all replicas: pin an adapter, with tier gpu and "
+            "without a number of replicas",
+            param="draft",
+        )
     return change
 
 
@@ -86,6 +96,8 @@ def pin(state: CatalogState, change: Pinned, now: float) -> Changes:
                 f"{record.label}@{change.selector} cannot be pinned: {usable_versions(record)}",
                 param="selector",
             )
+    if change.draft:
+        _check_draft(state, change, now)
     check_budget(state, change, now)
     before = state.pin_of(change.tenant, change.name)
     if change.prompt is None and before is not None and not before.expired(now):
@@ -116,6 +128,7 @@ def pinned_as(pin: PinRecord) -> Pinned:
         reason=pin.reason,
         expires=pin.expires,
         prompt=pin.prompt,
+        draft=pin.draft,
     )
 
 
@@ -127,6 +140,30 @@ def unpin(state: CatalogState, tenant: str, name: str | None) -> Changes:
     if state.pin_of(tenant, name) is None:
         raise NotFound(f"{tenant if name is None else f'{tenant}/{name}'!r} is not pinned")
     return (Unpinned(tenant=tenant, name=name),)
+
+
+def _check_draft(state: CatalogState, change: Pinned, now: float) -> None:
+    """Raise InvalidInput if an adapter cannot draft, and Conflict if its base model has a draft."""
+    versions = versions_kept(state, change)
+    for version in versions:
+        kinds = {
+            "has a classification head": version.ref.head,
+            "is an activated LoRA": version.ref.invocation_tokens,
+        }
+        if found := [kind for kind, holds in kinds.items() if holds]:
+            raise InvalidInput(
+                f"{version.ref} {found[0]}: a draft is a LoRA that changes every token, trained to "
+                "predict several tokens of its base model at once",
+                param="draft",
+            )
+    base_models = {version.base_model for version in versions}
+    for pin in state.pins(now):
+        if not pin.draft or (pin.tenant, pin.name) == (change.tenant, change.name):
+            continue
+        if base_models & {version.base_model for version in versions_kept(state, pin)}:
+            raise Conflict(
+                f"{pin.label} drafts for this base model already: unpin it first", param="draft"
+            )
 
 
 def _check_prompt(prompt: str, name: str | None) -> None:

@@ -72,6 +72,14 @@ def pin(
             " the prompt that it has.",
         ),
     ] = None,
+    draft: Annotated[
+        bool,
+        typer.Option(
+            "--draft",
+            help="Let the adapter, a draft LoRA of its base model, draft tokens of all answers on"
+            " replicas with LORIKEET_SPECULATION=draft.",
+        ),
+    ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Only show what would be loaded.")
     ] = False,
@@ -96,6 +104,7 @@ def pin(
             "reason": reason,
             "expires_s": expires,
             "prompt": None if prompt is None else _read(prompt),
+            "draft": draft,
             "dry_run": dry_run,
         },
     )
@@ -242,7 +251,7 @@ def _prompt(prompt: dict[str, Any] | None) -> str | None:
 def _row(pin: dict[str, Any], *, has_prompts: bool) -> list[Any]:
     return [
         _label(pin),
-        pin["tier"],
+        pin["tier"] + ", drafts" * pin["draft"],
         "all" if pin["replicas"] is None else pin["replicas"],
         pin["priority"],
         show_size(pin["image_bytes"]),

@@ -16,7 +16,7 @@ from lorikeet.routing.ranking import CostCoefficients
 from lorikeet.settings import Bytes
 from lorikeet.simulator.demand import SimulatedDemand, SimulatedTenant
 from lorikeet.simulator.forecast import CapacityGoals, CapacityNeeds, ReplicaMemory
-from lorikeet.simulator.traffic import BYTES_PER_RANK
+from lorikeet.simulator.traffic import BYTES_PER_RANK, KV_TOKEN_BYTES
 from lorikeet.simulator.workload_models import LENGTH_MODELS, RANKS, LengthModel, parse_popularity
 from lorikeet_engine.costs import LoadCosts, StepCosts
 
@@ -67,6 +67,7 @@ class _Traffic(BaseModel):
     lengths: _AnyLengths = "conv"
     context: int = Field(default=8192, ge=2)
     cv: float = Field(default=1.0, gt=0, le=10)
+    acceptance: float = Field(default=0.0, ge=0, lt=1)
 
 
 class _Tenant(BaseModel):
@@ -79,6 +80,7 @@ class _Tenant(BaseModel):
     requests_per_s: float = Field(gt=0, le=_MOST_REQUESTS_PER_S)
     lengths: _AnyLengths | None = None
     ttft_p99_ms: PositiveFloat | None = None
+    system_tokens: int = Field(default=0, ge=0)
 
 
 class _Memory(BaseModel):
@@ -88,6 +90,8 @@ class _Memory(BaseModel):
     disk: Bytes = 500 * 2**30
     gpus: PositiveInt = 1
     kv_tokens: PositiveInt | None = None
+    kv_host: Bytes = 0
+    kv_token: Bytes = Field(default=KV_TOKEN_BYTES, gt=0)
 
 
 class _Goals(BaseModel):
@@ -156,6 +160,17 @@ def parse_needs(given: Mapping[str, Any], where: str) -> CapacityNeeds:
             f"{where}: memory.kv_tokens={kv_tokens}: want traffic.context={context} or more, as a "
             "replica refuses requests that its KV cache cannot hold"
         )
+    for tenant in asked.tenants:
+        if tenant.system_tokens >= context // 2:
+            raise InvalidInput(
+                f"{where}: system_tokens={tenant.system_tokens} of {tenant.name}: want less than "
+                f"half of traffic.context={context}"
+            )
+    if asked.memory.kv_host and kv_tokens is None:
+        raise InvalidInput(
+            f"{where}: memory.kv_host: want memory.kv_tokens, too: no page leaves a KV cache "
+            "without a limit"
+        )
     for costs, source in _MEASURED.items():
         if gpus > 1 and costs not in asked.costs.model_fields_set:
             raise InvalidInput(
@@ -179,6 +194,7 @@ def _needs(asked: _CapacityFile) -> CapacityNeeds:
                 each.requests_per_s,
                 usual if each.lengths is None else _model(each.lengths),
                 _seconds(each.ttft_p99_ms),
+                each.system_tokens,
             )
             for each in asked.tenants
         ),
@@ -186,6 +202,7 @@ def _needs(asked: _CapacityFile) -> CapacityNeeds:
         traffic.base_requests_per_s,
         traffic.cv,
         traffic.context,
+        traffic.acceptance,
     )
     return CapacityNeeds(
         demand,
@@ -195,6 +212,8 @@ def _needs(asked: _CapacityFile) -> CapacityNeeds:
             memory.disk // memory.gpus,
             memory.gpus,
             memory.kv_tokens or math.inf,
+            memory.kv_host // memory.gpus,
+            memory.kv_token,
         ),
         CapacityGoals(
             _seconds(goals.ttft_p99_ms),

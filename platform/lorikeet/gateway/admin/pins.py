@@ -35,6 +35,7 @@ class PinBody(Body):
     expires_s: seconds from now until the pin ends; null: never.
     prompt: system prompt of the adapter's chats, whose KV pages replicas compute before users ask;
         null: that of the earlier pin, if there is one.
+    draft: whether the adapter drafts tokens of all answers of its base model.
     dry_run: do not set the pin, only show the loads and releases that it would cause.
     """
 
@@ -45,6 +46,7 @@ class PinBody(Body):
     reason: Annotated[str, Field(max_length=LONGEST_REASON)] = ""
     expires_s: Annotated[float, Field(gt=0, le=LONGEST_LIFE_S)] | None = None
     prompt: Annotated[str, Field(max_length=MAX_SYSTEM_PROMPT_BYTES)] | None = None
+    draft: bool = False
     dry_run: bool = False
 
 
@@ -112,6 +114,7 @@ def _terms(wanted: PinBody) -> PinOptions:
         reason=wanted.reason,
         expires=None if wanted.expires_s is None else time.time() + wanted.expires_s,
         prompt=wanted.prompt,
+        draft=wanted.draft,
     )
 
 

@@ -117,6 +117,7 @@ def pin_json(pin: PinRecord) -> Json:
         "created": pin.created,
         "actor": pin.actor,
         "prompt": None if pin.prompt is None else {"bytes": len(pin.prompt.encode())},
+        "draft": pin.draft,
     }
 
 

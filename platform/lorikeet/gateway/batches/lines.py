@@ -15,8 +15,7 @@ from pydantic_core import from_json, to_json
 
 from lorikeet.apis.body import ValueBudget
 from lorikeet.errors import RequestTooLarge
-from lorikeet.gateway.body import MAX_JSON_BYTES
-from lorikeet.gateway.large_bodies import rest_s
+from lorikeet.gateway.body import MAX_JSON_BYTES, rest_s
 
 MAX_LINES = 50_000
 """Limit on the requests of one batch, as OpenAI's."""

@@ -10,7 +10,9 @@ import asyncio
 import hashlib
 import json
 import logging
+import os
 import random
+import shutil
 import tempfile
 import time
 from collections import defaultdict
@@ -21,6 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
+import psutil
 from starlette.types import ASGIApp
 
 from lorikeet.batch_store import (
@@ -32,7 +35,7 @@ from lorikeet.batch_store import (
     BatchStore,
     Result,
 )
-from lorikeet.errors import LorikeetError, NotFound, StoreError
+from lorikeet.errors import LorikeetError, NotFound, ReplicasLost, StoreError
 from lorikeet.file_store import FileStore
 from lorikeet.gateway.batches.line_answers import Answered, answer_line
 from lorikeet.gateway.batches.line_turns import LineTurns
@@ -60,10 +63,14 @@ _RETRIED = frozenset(
     ("rate_limit_exceeded", "overloaded", "unavailable", "store_error", "adapter_not_ready")
 )
 """Error codes that do not depend on the line, which is sent again until the batch expires."""
-_ATTEMPTS = 8
-"""Number of times that a line is sent, within some two minutes, if its answers have other codes of
-5xx."""
+_ATTEMPTS, _PATIENCE_S = 8, 900.0
+"""Smallest number of times, and seconds, for which a line is sent if its answers have other codes
+of 5xx.
+"""
+_ATTEMPTS_WITH_LOSSES = 3
+"""Number of times that a line is sent if replicas are lost with it: it may be what ends them."""
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 1.0, 60.0
+_FOLDER = "lorikeet-batch-"  # then the gateway's process id
 _UNDONE = {
     "expired": "the batch expired before this request was answered",
     "cancelled": "the batch was cancelled before this request was answered",
@@ -106,6 +113,7 @@ class BatchRunner:
 
     async def run(self) -> NoReturn:
         """Run batches until cancelled, then write the results so far to the store."""
+        await self.in_thread(_remove_folders_of_killed)
         try:
             while True:
                 self._woken.clear()
@@ -184,7 +192,7 @@ class BatchRunner:
         facts = {"tenant": batch.tenant, "batch": batch.id, "run": run}
         log.info("batch_run_begun", extra=facts)
         try:
-            with tempfile.TemporaryDirectory(prefix="lorikeet-batch-") as folder:
+            with tempfile.TemporaryDirectory(prefix=f"{_FOLDER}{os.getpid()}-") as folder:
                 await _Run(self, batch, run, Path(folder)).complete()
         except StoreError as error:
             log.warning("batch_run_failed", extra=facts | {"error": str(error)})
@@ -294,14 +302,14 @@ class _Run:
 
     async def _answered(self, line: Line) -> Answered:
         """Return the answer to a line, which is sent again while the service is at fault: for codes
-        in _RETRIED until the batch ends, else for 5xx up to _ATTEMPTS times in all.
+        in _RETRIED until the batch ends, else as _is_final says.
         """
-        wait_s, failures = _FIRST_WAIT_S, 0
+        wait_s, failures, begun_s = _FIRST_WAIT_S, 0, time.monotonic()
         while True:
             answered = await self._runner.answer(self._batch, line)
             if answered.code not in _RETRIED:
                 failures += 1
-                if answered.status < 500 or failures == _ATTEMPTS:
+                if _is_final(answered, failures, time.monotonic() - begun_s):
                     return answered
             await asyncio.sleep(max(wait_s, answered.retry_after_s or 0.0) * random.uniform(1, 1.2))
             wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
@@ -441,6 +449,14 @@ class _Superseded(Exception):
     """Another gateway runs the batch, or has ended it."""
 
 
+def _remove_folders_of_killed() -> None:
+    """Delete the temporary folders of gateways on this machine that were killed."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{_FOLDER}*-*"):
+        pid = folder.name.removeprefix(_FOLDER).partition("-")[0]
+        if pid.isdecimal() and not psutil.pid_exists(int(pid)):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
 async def _to_the_end(work: Coroutine[Any, Any, None]) -> None:
     """Await `work` to its end even if cancelled, and raise the cancellation then."""
     task = asyncio.create_task(work)
@@ -449,6 +465,17 @@ async def _to_the_end(work: Coroutine[Any, Any, None]) -> None:
     except asyncio.CancelledError:
         await asyncio.gather(task, return_exceptions=True)
         raise
+
+
+def _is_final(answered: Answered, attempts: int, sent_s: float) -> bool:
+    """Return whether a line keeps this answer, rather than being sent again.
+
+    attempts: number of times that the line was sent, but for answers with codes in _RETRIED.
+    sent_s: seconds since the line was sent first.
+    """
+    if answered.code == ReplicasLost.code:
+        return attempts >= _ATTEMPTS_WITH_LOSSES
+    return answered.status < 500 or (attempts >= _ATTEMPTS and sent_s >= _PATIENCE_S)
 
 
 def _result_json(batch: BatchRecord, line: Line, answered: Answered) -> bytes:

@@ -5,7 +5,9 @@ gateways until the log has the version, and they forget it if the announcements 
 """
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from lorikeet.catalog.apply import apply_changes
@@ -14,6 +16,7 @@ from lorikeet.catalog.rules.adapters import register
 from lorikeet.catalog.state import CatalogState
 from lorikeet.errors import LorikeetError
 from lorikeet.request_defaults import RequestDefaults
+from lorikeet_engine.adapter import Adapter
 
 FORGOTTEN_S = 20.0
 """Seconds without an announcement after which a version is forgotten. One announcement can take
@@ -300,3 +303,33 @@ def _without_surplus(
     keep = passing[-1].keep if passing else None
     gone = {each.key for each in passing[:-keep]} if keep is not None else set()
     return tuple(each for each in held if each.key not in gone)
+
+
+class AdapterUses:
+    """Counter of the requests in flight on this gateway, by their adapter's digest.
+
+    Replicas keep an adapter whose pushed version's lifetime has ended until they are done
+    (pushing/push_pipeline.py). For use in one event loop.
+    """
+
+    def __init__(self) -> None:
+        self._requests = Counter[str]()
+
+    def __contains__(self, digest: str) -> bool:
+        return digest in self._requests
+
+    @contextmanager
+    def using(self, adapter: Adapter | None) -> Iterator[None]:
+        """Count a request that uses an adapter, or several added up, until the context ends.
+
+        adapter: None: the request uses no adapter.
+        """
+        digests = [member.digest for member in adapter.members] if adapter else []
+        self._requests.update(digests)
+        try:
+            yield
+        finally:
+            for digest in digests:
+                self._requests[digest] -= 1
+                if not self._requests[digest]:
+                    del self._requests[digest]

@@ -8,8 +8,7 @@ from fastapi import APIRouter, Request
 from lorikeet.apis.body import Body
 from lorikeet.apis.request import CallContext
 from lorikeet.gateway.auth import Caller, RequestAuthenticator
-from lorikeet.gateway.body import read_body
-from lorikeet.gateway.large_bodies import LargeBodies
+from lorikeet.gateway.body import LargeBodies, read_body
 from lorikeet.gateway.reads import TenantReads
 from lorikeet.gateway.services import Services
 from lorikeet.gateway.vllm.requests import (

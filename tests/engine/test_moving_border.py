@@ -1,0 +1,143 @@
+"""Memory that moves between adapters and KV pages: answers stay the same, on one rank and on two.
+
+test_random_traffic.py moves it in random traffic; memory that moves away is spoilt on a CPU.
+"""
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from lorikeet_engine.device.border_memory import BorderUnit
+from lorikeet_engine.execution import assembly, border
+from lorikeet_engine.execution.memory_plan import plan_memory
+from lorikeet_engine.models.config import ModelConfig
+from lorikeet_engine.residency.gpu import arena as arena_module
+from lorikeet_engine.scheduling.border_policy import BorderPolicy
+from lorikeet_engine.scheduling.page_pool import PagePool
+from tests.engine.blobs import Shelf
+from tests.engine.engine_driver import Answers, build, greedy, nothing_is_held, prompt
+from tests.engine.process_engines import followers
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+ADAPTERS, REQUESTS, TOKENS = 6, 30, 12
+SIZES = {"kv_pages": 512, "max_context": 96, "max_running": 8, "max_batch_tokens": 48}
+
+
+@pytest.fixture
+def config(tiny_checkpoints):
+    return ModelConfig.from_folder(tiny_checkpoints["llama"])
+
+
+@pytest.fixture
+def shelf(tmp_path):
+    return Shelf(tmp_path / "blobs")
+
+
+@pytest.fixture
+def refs(shelf, config):
+    ranks = {(layer, linear): 32 for layer in (0, 1) for linear in range(4)}
+    return [shelf.make(f"a{i}", ranks, shape=config.shape) for i in range(ADAPTERS)]
+
+
+def answers_of(engine, refs):
+    answers = Answers(engine)
+    for i in range(REQUESTS):
+        tokens = [*prompt(40, i % 3), *prompt(4, i)]
+        answers.submit(greedy(f"r{i}", tokens, adapter=refs[i % len(refs)], max_tokens=TOKENS))
+    answers.all()
+    assert nothing_is_held(engine)
+    return answers.tokens
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_answers_stay_the_same_while_memory_moves(
+    ranks, refs, shelf, tiny_checkpoints, tmp_path, monkeypatch, forked_followers
+):
+    checkpoint = tiny_checkpoints["llama"]
+    fixed = build(checkpoint, shelf, tmp_path / "a", **SIZES)
+    expected = answers_of(fixed, refs)
+    fixed.close()
+    chance = random.Random(5)
+    monkeypatch.setattr(border, "EVERY_S", 0)
+    monkeypatch.setattr(BorderPolicy, "decide", lambda *_: chance.choice((2, 2, -2)))
+    moving = {"moving_border": True, "adapter_gpu_bytes": 1, "tensor_parallel": ranks}
+    engine = build(checkpoint, shelf, tmp_path / "b", **SIZES, **moving)
+    least = engine.status().border
+    assert least.arena_units == 1, "the arena begins with its least size, in whole units"
+    assert answers_of(engine, refs) == expected
+    now = engine.status().border
+    assert now.to_adapters >= 5
+    assert now.to_pages >= 5
+    assert now.arena_units + now.kv_units == least.arena_units + least.kv_units
+    assert now.kv_units >= least.kv_units - least.lendable_units > 0
+    engine.close()
+    assert not followers()
+
+
+def test_adapters_borrow_by_demand_and_keep_it_while_pages_need_nothing(
+    refs, shelf, tiny_checkpoints, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(border, "EVERY_S", 0.01)
+    moving = {"moving_border": True, "adapter_gpu_bytes": 1}
+    engine = build(tiny_checkpoints["llama"], shelf, tmp_path / "b", **SIZES, **moving)
+    for _ in range(4):
+        answers_of(engine, refs)
+    now = engine.status()
+    assert now.border.arena_units > 1
+    assert now.border.to_pages == 0
+    engine.close()
+
+
+def test_the_border_stays_where_memory_cannot_move(
+    refs, shelf, tiny_checkpoints, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(assembly, "can_move", lambda _: False)
+    moving = {"moving_border": True, "adapter_gpu_bytes": 1 << 20}
+    engine = build(tiny_checkpoints["llama"], shelf, tmp_path / "b", **SIZES, **moving)
+    assert engine.status().border is None
+    assert len(answers_of(engine, refs)) == REQUESTS
+    engine.close()
+
+
+def test_a_plan_counts_whole_units_and_what_adapters_may_borrow(config, tmp_path):
+    engine = assembly.EngineSettings(tmp_path, tmp_path, kv_bytes=8 << 20, max_context=96)
+    config = replace(config, max_context=96)
+    fixed = plan_memory(config, 0, engine, 1 << 30)
+    moving = plan_memory(config, 0, replace(engine, moving_border=True), 1 << 30)
+    unit = BorderUnit.of(2 * config.shape.layers, fixed.kv_of_longest // 6 // 4, "cpu")
+    assert unit.bytes == 4 * (64 << 10)
+    assert (fixed.lendable, moving.lendable) == (0, 3 * (8 << 20) // 4)
+    assert moving.slot_pool % unit.bytes == moving.kv % unit.bytes == 0
+    assert moving.slot_pool >= fixed.slot_pool
+
+
+def test_withdrawn_pages_leave_the_cache_and_go_once_nobody_has_them():
+    pool = PagePool(6)
+    pages = pool.take(4)
+    for page in pages:
+        pool.publish(page, bytes([page]))
+    pool.release(pages[:2])
+    pool.withdraw(range(3))
+    assert (pool.pages, pool.free, pool.used) == (4, 2, 2)
+    assert pool.find([bytes([pages[0]])]) == []
+    assert pool.find([bytes([pages[3]])]) == [pages[3]]
+    pool.publish(pages[2], b"later")
+    assert pool.find([b"later"]) == [], "a withdrawn page is shared"
+    pool.release(pages[2:])
+    assert (pool.pages, pool.free, pool.referenced(range(3))) == (3, 3, 0)
+    assert sorted(pool.take(3)) == [3, 4, 5]
+    pool.restore(range(3))
+    assert (pool.pages, pool.free) == (6, 3)
+    assert sorted(pool.take(3)) == [0, 1, 2]
+
+
+def test_images_move_up_and_down_unless_the_ranges_overlap():
+    weights = arena_module.LoraWeights(torch.arange(32.0), torch.zeros(1, 1, 1, 3).long())
+    device_arena = arena_module.DeviceArena(weights, torch.device("cpu"))
+    device_arena.run(arena_module.Compact((arena_module.Move(0, 20, 8),), ()))
+    assert weights.arena[20:28].tolist() == list(range(8))
+    device_arena.run(arena_module.Compact((arena_module.Move(20, 16, 8),), ()))
+    assert weights.arena[16:24].tolist() == list(range(8))
