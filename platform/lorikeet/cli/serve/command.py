@@ -34,7 +34,6 @@ from lorikeet.cli.serve.keys import KeyFiles, keys_folder, open_or_make_catalog
 from lorikeet.cli.serve.options import MODELS, takes_settings
 from lorikeet.cli.serve.run import INTERRUPTED, Planned, Prepared, run_service
 from lorikeet.cli.serve.running import STATE, is_ready, stop_service
-from lorikeet.gateway.services import read_base_models
 from lorikeet.settings import PREFIX, Settings
 from lorikeet_engine.adapter_format import AdapterLimits
 
@@ -170,6 +169,8 @@ class OwnService:
 
     def prepare(self, planned: Planned) -> Prepared:
         """Make the catalog and keys if they are missing, and check the adapters."""
+        from lorikeet.gateway.services import read_base_models  # which other commands do not need
+
         settings = planned.settings
         catalog = open_or_make_catalog(settings.catalog)
         keys = KeyFiles(catalog, keys_folder(settings.catalog).resolve())
