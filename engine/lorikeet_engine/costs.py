@@ -22,6 +22,14 @@ The decodes of such a step have attention kernels of their own.
 """
 
 
+MOST_DRAFTED = 8
+"""Maximum number of drafted tokens of a sequence in a step (scheduling/draft_budget.py)."""
+LEAST_DRAFT_GAIN = 1.1
+"""Multiple of tokens per second that drafts must gain; less might be an error of the estimate."""
+DRAFT_GAP_S = 1e-3
+"""Assumed time for which the device waits, if no step can be launched before drafts are read."""
+
+
 class RowsTime(NamedTuple):
     """Seconds of a step with this number of tokens, without attention and adapters."""
 
@@ -148,6 +156,29 @@ class StepCosts:
         lora_s += self.lora_token_s * adapted
         seen_s = self.seen_token_s * context + self.prompts_seen_s(seen, beside_decodes=context > 0)
         return self.rows_s(tokens) + lora_s + seen_s
+
+    def decodes_per_s(
+        self, decodes: int, ranks: int, context: float, acceptance: float = 0.0
+    ) -> float:
+        """Return the tokens per second that each decode gets in steps of decodes alone.
+
+        All have drafts where these pay (speculative decoding).
+
+        decodes: number of decodes.
+        ranks, context: as in `step_s`.
+        acceptance: probability that a drafted token comes true if all before it do; 0: no drafts.
+        """
+        best = 1 / self.step_s(decodes, ranks, context)
+        least, expected = LEAST_DRAFT_GAIN * best, 1.0
+        room = (self.max_running - decodes) // decodes
+        for drafted in range(1, 1 + min(MOST_DRAFTED, room) if acceptance else 1):
+            expected += acceptance**drafted
+            rows, seen = decodes * (1 + drafted), round(drafted * context)
+            step_s = self.step_s(rows, ranks, context, seen=seen)
+            per_s = expected / (step_s + DRAFT_GAP_S)
+            if per_s > least:
+                best = max(best, per_s)
+        return best
 
     def prompts_seen_s(self, seen: int, *, beside_decodes: bool, steps: int = 1) -> float:
         """Return the seconds that the attention of prompts adds to steps.

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from lorikeet_engine.adapter import AdapterRef, Residency
+from lorikeet_engine.adapter import AdapterRef, Head, Residency
 from lorikeet_engine.adapter_format import BaseShape, Linear, write_blob
 from lorikeet_engine.adapter_format.tensor_names import MAGNITUDE
 from lorikeet_engine.adapter_format.vectors import check_has_place
@@ -37,9 +37,11 @@ class Targets(StrEnum):
     LINEARS_AND_HEAD = "linears and lm_head"
     ATTENTION = "attention"
     DORA = "linears, with DoRA where linears can have it"
+    CLASSES = "linears, with a classification head of LABELS labels"
     SHARED_OUTER = "linears, with one A of gate and of up, and one B of down, for all experts"
 
 
+LABELS = 8
 # At rank 16 and inputs 4,096 wide, an adapter of such numbers adds a tenth to a linear's output.
 _SIGMA = 0.02
 _LOADED_WITHIN_S = 60.0
@@ -138,8 +140,10 @@ def random_refs(count: int, on: Targets = Targets.LINEARS) -> list[AdapterRef]:
     """
     names = [f"random-{on.name.lower()}-{index}" for index in range(count)]
     digests = [hashlib.sha256(name.encode()).hexdigest() for name in names]
+    head = Head(tuple(map(str, range(LABELS)))) if on is Targets.CLASSES else None
     return [
-        AdapterRef(_TENANT, name, 1, digest) for name, digest in zip(names, digests, strict=True)
+        AdapterRef(_TENANT, name, 1, digest, head=head)
+        for name, digest in zip(names, digests, strict=True)
     ]
 
 
@@ -211,6 +215,8 @@ def random_layout(
     if on is Targets.DORA:
         vectors = frozenset(p for p in places if _can_have_vectors(shape.linears[p[1]]))
     ranks = dict.fromkeys(places, rank)
+    if on is Targets.CLASSES:
+        ranks[shape.outer_layer, shape.index("score")] = LABELS
     return PackedLayout.of_ranks(ranks, shape, world, shared_outer=shared_outer, vectors=vectors)
 
 

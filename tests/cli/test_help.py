@@ -1,6 +1,8 @@
 """Every command explains itself."""
 
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
@@ -105,3 +107,9 @@ def test_the_version_is_the_packages() -> None:
 
 def test_the_help_lists_exit_statuses() -> None:
     assert "3 a conflict" in help_of()
+
+
+def test_commands_start_without_the_gateway() -> None:
+    """Its libraries take as long to import as all else together."""
+    program = "import sys, lorikeet.cli; sys.exit('fastapi' in sys.modules)"
+    subprocess.run([sys.executable, "-c", program], check=True)

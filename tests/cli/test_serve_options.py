@@ -41,6 +41,7 @@ OTHERWISE = {
     "audit_log": "stdout",
     "speculation": "lookup",
     "tinker": "true",
+    "moving_border": "true",
     "oidc": "issuer=https://id.example,audience=lorikeet,jwks=https://id.example/keys",
     "prices": "acme/support=0.3/0.06/1.2",
     "otlp_traces_endpoint": "http://collector:4318",
@@ -64,8 +65,9 @@ def variables(*arguments: str, **environment: str | None) -> dict[str, str]:
 @pytest.mark.parametrize("name", [name for name in Settings.model_fields if name != "base_models"])
 def test_every_setting_is_an_option(name: str) -> None:
     value = OTHERWISE.get(name, "3")
+    beside = {"LORIKEET_KV_HOST_MEMORY": "1GiB"} if name == "kv_disk" else {}
     for flag in flags(name):
-        found = variables(str(DEMO), flag, value)
+        found = variables(str(DEMO), flag, value, **beside)
         assert found[f"LORIKEET_{name.upper()}"] == value
 
 

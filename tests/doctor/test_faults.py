@@ -207,6 +207,13 @@ PLANTED = {
         "free",
         r"LORIKEET_ADAPTER_DISK=\d+MiB",
     ),
+    "KV pages on the disk larger than the disk": Fault(
+        "disk cache",
+        {"more": {"LORIKEET_KV_HOST_MEMORY": "1MiB", "LORIKEET_KV_DISK": "900000GiB"}},
+        PROBLEM,
+        "of them for KV pages",
+        "a smaller LORIKEET_KV_DISK, or LORIKEET_CACHE_DIR",
+    ),
     "a cache folder below a file": Fault(
         "disk cache",
         variable("CACHE_DIR", f"{__file__}/cache"),

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from lorikeet_engine.adapter import Composition
+from lorikeet_engine.costs import MOST_DRAFTED
 from lorikeet_engine.errors import SettingsError
 from lorikeet_engine.request import (
     DraftSource,
@@ -18,7 +19,7 @@ from lorikeet_engine.request import (
     SchedulingParams,
 )
 from lorikeet_engine.scheduling import draft_budget
-from lorikeet_engine.scheduling.draft_budget import MOST_DRAFTED, DraftBudget
+from lorikeet_engine.scheduling.draft_budget import DraftBudget
 from lorikeet_engine.scheduling.fairness import OUTPUT_TOKEN, PROMPT_TOKEN
 from tests.engine.descending_grammar import DescendingGrammars
 from tests.engine.engine_driver import (

@@ -244,6 +244,26 @@ def test_texts_that_make_no_pairs_are_refused_by_name(
     assert error["param"] in ("input", "text_1", "queries")
 
 
+LONG = "word " * 5000
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (SCORE, {"input": LONG}, "input"),
+        (SCORE, {"messages": [{"role": "user", "content": LONG}]}, "messages"),
+        (SCORE, {"text_1": "a", "text_2": LONG}, "text_2"),
+        (SCORE, {"queries": "a", "documents": ["b", LONG]}, "documents"),
+        ("/v1/rerank", {"query": "a", "documents": [LONG]}, "documents"),
+    ],
+)
+def test_a_prompt_beyond_the_context_is_blamed_on_the_field_that_was_sent(
+    gateway: Gateway, path: str, body: dict[str, Any], param: str
+) -> None:
+    error = error_of(gateway.post(path, {"model": "acme/reward", **body}), 400)
+    assert (error["code"], error["param"]) == ("context_length_exceeded", param)
+
+
 def test_pairs_of_a_small_body_are_bounded_together(gateway: Gateway) -> None:
     long, short = "a " * 2**12, ["b"] * 2048
     for path, names in ((SCORE, ("text_1", "text_2")), ("/v1/rerank", ("query", "documents"))):

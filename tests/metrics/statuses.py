@@ -4,6 +4,7 @@ from lorikeet_engine.adapter import Residency
 from lorikeet_engine.costs import StepCosts
 from lorikeet_engine.request import DraftCounts, DraftSource
 from lorikeet_engine.telemetry.status import (
+    BorderUsage,
     Distribution,
     EngineInfo,
     EngineStatus,
@@ -38,6 +39,7 @@ def engine_status(some: Distribution = SOME, nothing: Distribution = NOTHING) ->
         preemptions=15,
         tensor_parallel=2,
         states=StateUsage(19, 20, 50, 21, 22, 23, 24),
+        border=BorderUsage(41, 42, 43, 44, 45, 46, 47, 48),
         host_pages=HostPageUsage(31, 60, 32, 33, 34, 35, 36, 37, 12, 0, 0, 38, 70, 39, 40),
         prompt_tokens=16,
         cached_tokens=17,

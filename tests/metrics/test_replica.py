@@ -47,6 +47,11 @@ def test_every_number_of_the_status_has_its_metric() -> None:
         assert page.total("lorikeet_kv_disk_pages", state=state) == pages
     for event, times in (("written", 39), ("read", 40)):
         assert page.total("lorikeet_kv_disk_page_events_total", event=event) == times
+    for side, units in (("adapters", 42), ("pages", 43), ("lendable", 45), ("moving", 46)):
+        assert page.total("lorikeet_border_units", side=side) == units
+    assert page.total("lorikeet_border_unit_bytes") == 41
+    for to, units in (("adapters", 47), ("pages", 48)):
+        assert page.total("lorikeet_border_moves_total", to=to) == units
     assert page.total("lorikeet_preemptions_total") == 15
     assert page.total("lorikeet_tensor_parallel") == 2
     rounded = {"weights": "nf4, rounded to fp8", "kv_cache": "fp8"}

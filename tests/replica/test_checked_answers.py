@@ -19,7 +19,7 @@ from lorikeet.text.grammars.held_schema import held_schema
 from lorikeet.text.grammars.schema_check import broken_keyword
 from lorikeet.text.prompts import PromptEncoder, encode_call
 from lorikeet_engine.errors import EngineOverloaded, InvalidRequest
-from lorikeet_engine.request import SamplingParams
+from lorikeet_engine.request import SamplingParams, SchedulingParams
 from tests.replica.schema_keywords import WHOLE
 from tests.replica.test_held_schema import tool
 from tests.serving.local_gateway import answer_of
@@ -74,6 +74,25 @@ def says(grammars, encoded, text):
 
 
 class TestRequests:
+    def test_a_begun_answer_waits_until_its_grammar_can_be_tried(self, builder, monkeypatch):
+        try_it, busy = builder._grammars._trials.result, [1]
+
+        def result(*asked):
+            if busy.pop():
+                raise EngineOverloaded("the machine is busy", retry_after_s=1.0)
+            return try_it(*asked)
+
+        monkeypatch.setattr(builder._grammars._trials, "result", result)
+        call = asking(GOOD, strict=True)
+        call = replace(call, scheduling=SchedulingParams(max_queue_s=0.001))
+        encoded = encode_call(call, builder._encoder, 4096)
+        with pytest.raises(EngineOverloaded):
+            asyncio.run(builder.build(encoded))
+        busy[:] = [0, 1]
+        begun = asyncio.run(builder.build(replace(encoded, log=b"[0,[5],null,null,[]]\n")))
+        assert begun.request.sampling.grammar
+        assert not busy
+
     def test_keywords_that_are_let_go_are_named_with_their_place(self, builder):
         encoded = built(builder, asking(TAGS, strict=False))
         assert encoded.ignored == ("uniqueItems:$.properties.tags",)

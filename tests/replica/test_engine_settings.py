@@ -63,3 +63,14 @@ def test_speculation_is_off_by_default():
 def test_an_inter_token_goal_is_set_in_milliseconds_and_off_by_default():
     assert told().inter_token_goal_s is None
     assert told(INTER_TOKEN_GOAL_MS="12.5").inter_token_goal_s == pytest.approx(0.0125)
+
+
+def test_adapters_begin_with_less_where_they_borrow_from_the_kv_cache():
+    assert not told().moving_border
+    settings = told(DEVICE="cuda", MOVING_BORDER="true")
+    assert settings.moving_border
+    assert settings.adapter_gpu_bytes == MemoryShare(0.025)
+    given = told(DEVICE="cuda", MOVING_BORDER="true", ADAPTER_GPU_MEMORY="1GiB")
+    assert given.adapter_gpu_bytes == 2**30
+    moving = Settings.from_env({"LORIKEET_DEVICE": "cpu", "LORIKEET_MOVING_BORDER": "true"})
+    assert adapter_memory(moving).gpu_bytes == 2**24

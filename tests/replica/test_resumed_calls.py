@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from concurrent.futures import Future
 from dataclasses import replace
 
 import pytest
@@ -25,6 +26,7 @@ from lorikeet.replica.replica import Replica
 from lorikeet.settings import Settings
 from lorikeet.text.prompts import encode_call
 from lorikeet_engine.adapter import AdapterRef
+from lorikeet_engine.errors import EngineOverloaded
 from lorikeet_engine.request import SamplingParams, SchedulingParams
 from tests.serving.local_gateway import local_gateway
 
@@ -160,14 +162,19 @@ def test_the_answer_goes_on_after_each_of_its_messages(settings, ref):
     run(settings, scenario)
 
 
-def test_running_usage_counts_the_tokens_of_lost_replicas(settings):
+def test_running_usage_counts_the_tokens_of_lost_replicas_though_the_engine_is_busy(settings):
     long = replace(CHAT, max_tokens=150)
 
     async def scenario(replica, gateway):
+        submit, overloaded = replica._engine.submit, Future()
+        overloaded.set_exception(EngineOverloaded("busy", retry_after_s=1.0))
+        refused = [overloaded]
         encoded = encode_call(long, replica._encoder, 4096)
         whole = await parts_of(gateway, encoded)
         log = next(log for _, log in whole if tokens_in(log) > 70)
+        replica._engine.submit = lambda asked: refused.pop() if refused else submit(asked)
         rest = await parts_of(gateway, replace(encoded, attempt=1, log=log))
+        assert not refused
         running = [item for item, _ in rest if isinstance(item, RunningUsage)]
         made = [item.completion_tokens for item in running]
         assert made == list(range(tokens_in(log) + 16, 150, 16))

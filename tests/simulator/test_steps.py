@@ -131,3 +131,22 @@ def test_a_system_prompt_that_is_computed_faster_is_not_fetched():
     costs = replace(H200_LLAMA_8B, loads=slow)
     found, fleet = system_prompt_s(*asked, costs=costs, **settings)
     assert found[3:] == pytest.approx([prefill_s(fleet, 2100)] * 3, rel=0.02)
+
+
+@pytest.mark.parametrize("acceptance", [0.0, 0.3, 0.9])
+def test_drafts_shorten_decodes_that_nobody_waits_for(acceptance):
+    setup = replace(Scenario(replicas=1, warm_up_s=0.0).setup(), acceptance=acceptance)
+    times_s, prompts, answers = np.array([0.0]), np.array([100]), np.array([200])
+    fleet = SimulatedFleet(setup, Requests(times_s, np.array([-1]), prompts, answers))
+    fleet.run()
+    tokens = sum(fleet.gaps.values())
+    gap_s = sum((at + 0.5) * 1e-4 * count for at, count in fleet.gaps.items()) / tokens
+    assert gap_s == pytest.approx(1 / STEPS.decodes_per_s(1, 0, 200, acceptance), abs=1e-4)
+    assert (gap_s < STEPS.step_s(1, 0, 200) / 1.5) == (acceptance == 0.9)
+
+
+def test_a_full_batch_gains_nothing_by_drafts():
+    for decodes in (200, 256):
+        alone = STEPS.decodes_per_s(decodes, 0, 300 * decodes)
+        assert alone == 1 / STEPS.step_s(decodes, 0, 300 * decodes)
+        assert STEPS.decodes_per_s(decodes, 0, 300 * decodes, 0.9) == alone

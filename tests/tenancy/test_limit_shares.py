@@ -225,9 +225,18 @@ def test_idle_subjects_are_forgotten() -> None:
 
 
 def passed(
-    gateways: list[Gateway], clock: Clock, limits: Limits, seconds: int, seed: int
+    gateways: list[Gateway],
+    clock: Clock,
+    limits: Limits,
+    seconds: int,
+    seed: int,
+    most_tokens: int = 1,
 ) -> list[float]:
-    """Return the times of admitted requests, among far too many, while demand moves around."""
+    """Return the times of the tokens used by admitted requests, among far too many, while demand
+    moves around.
+
+    most_tokens: most tokens that a request reserves; it uses some of them.
+    """
     chance = random.Random(seed)
     times = []
     for tick in range(seconds * 10):
@@ -237,11 +246,15 @@ def passed(
         if tick % 70 == 0:
             busy = chance.choice(gateways)
         for gateway in [busy] * 8 + gateways:
+            reserved = chance.randint(1, most_tokens)
             try:
-                gateway.enter(limits, 1).release()
+                hold = gateway.enter(limits, reserved)
             except RateLimited:
                 continue
-            times.append(clock.now)
+            used = chance.randint(1, reserved)
+            hold.settle(used)
+            hold.release()
+            times += [clock.now] * used
     return times
 
 
@@ -261,6 +274,18 @@ def test_in_any_minute_all_gateways_together_admit_what_one_would(seed: int) -> 
     assert most_in(times, 60) <= burst + a_minute + len(gateways)
     assert len(times) <= burst + 2.5 * a_minute + len(gateways)
     assert len(times) >= 0.9 * 2.5 * a_minute  # nor is much lost while shares move
+
+
+def test_two_gateways_exceed_a_limit_on_tokens_by_a_request_each_at_most() -> None:
+    clock, most_tokens = Clock(), 40
+    gateways = [Gateway(clock, f"g{i}", 2) for i in range(2)]
+    agree(gateways)
+    clock.now += 600
+    limits = Limits(tokens_per_min=600, burst_s=30)
+    times = passed(gateways, clock, limits, 150, 0, most_tokens)
+    burst, a_minute = 300, 600
+    assert most_in(times, 60) <= burst + a_minute + len(gateways) * most_tokens
+    assert len(times) >= 0.9 * 2.5 * a_minute
 
 
 def test_a_restart_gives_no_second_burst() -> None:

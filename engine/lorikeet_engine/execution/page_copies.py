@@ -1,4 +1,5 @@
-"""Copies of KV pages, and of states of delta nets, between a rank's device and its host memory.
+"""Copies of KV pages, and of states of delta nets, between a rank's device, its host memory and its
+disk.
 
 On CUDA no step waits for a copy:
 
@@ -369,7 +370,7 @@ class RankMemory(NamedTuple):
 
     @property
     def waits(self) -> bool:
-        """Whether copies but stores take time, so that threads make them."""
+        """Whether fetches and writings take time, so that threads make them."""
         return self.pages.device.type == "cuda" or self.places > 0
 
     def store(self, copies: Sequence[PageCopy], states: Sequence[PageCopy]) -> None:
@@ -382,7 +383,7 @@ class RankMemory(NamedTuple):
 
 
 class PageCopies:
-    """Copies of KV pages between GPU and host memory, in all ranks. For the engine's thread.
+    """Copies of KV pages between GPU, host memory and disk, in all ranks. For the engine's thread.
 
     The KV cache's HostPages decide which pages, and which states of delta nets, are copied.
 
@@ -401,7 +402,7 @@ class PageCopies:
         """Begin without copies.
 
         followers: processes of the other ranks; None without tensor parallelism.
-        wake: called, perhaps on another thread, when a fetch is over.
+        wake: called, perhaps on another thread, when a fetch or a writing is over.
         """
         self.memory, self.page_bytes, self.state_bytes = memory, page_bytes, state_bytes
         self._own, self._followers, self._wake = memory.pages, followers, wake
@@ -490,9 +491,9 @@ class PageCopies:
             self._writing = command, self._begin(command, writer)
 
     def _end_writing(self, cache: KVCache) -> None:
-        """Let the cache find pages that are written to the disk.
+        """Let pages that are written to the disk be replaced in host memory.
 
-        After a failure nothing more is written: a failing disk would cost all steps their time.
+        After a failure nothing more is written.
         """
         assert self._writing is not None
         (command, future), self._writing = self._writing, None

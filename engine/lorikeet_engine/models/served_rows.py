@@ -14,7 +14,7 @@ from lorikeet_engine.models.linears import LoraLinear
 from lorikeet_engine.models.llama import LlamaModel
 from lorikeet_engine.residency.base_rows import RowFacts
 
-_ELEMENTS_AT_ONCE = 1 << 22  # 16 MiB in float32; up to four more tensors of its size are alive
+_ELEMENTS_AT_ONCE = 1 << 22  # 16 MiB in float32; one more tensor of its size is alive
 
 
 class ServedRows:
@@ -27,6 +27,7 @@ class ServedRows:
 
     def __init__(self, model: LlamaModel) -> None:
         self._model, self._lock = model, threading.Lock()
+        self._squares: dict[tuple[int, int], torch.Tensor] = {}  # ‖w‖², by (layer, linear)
         self._stream: torch.cuda.Stream | None = None
 
     @torch.no_grad()
@@ -35,6 +36,9 @@ class ServedRows:
     ) -> RowFacts:
         """Return RowFacts (sums of squares and biases) of the rows that this process keeps of a
         linear, on the CPU.
+
+        In float32, ‖w + Aᵀ·b‖² = ‖w‖² + 2·bᵀ·(A·w) + bᵀ·(A·Aᵀ)·b for a row w of W and the row b of
+        B. Each ‖w‖² is computed once, and kept on the CPU.
 
         layer: index of the layer; BaseShape.outer_layer for linears outside the layers.
         linear: index of the linear in BaseShape.modules.
@@ -47,12 +51,13 @@ class ServedRows:
             if a is None or b is None:
                 return RowFacts(None, bias)
             a, b = (each.to(self._model.device).float() for each in (a, b))
-            squares, done = list[torch.Tensor](), 0
-            for rows in _rows(found.weight, begin, begin + d_out):
-                changed = torch.addmm(rows, b[:, done : done + len(rows)].t(), a)
-                squares.append(changed.square_().sum(1))
-                done += len(rows)
-            return RowFacts(torch.cat(squares).cpu(), bias)
+            rows = begin, begin + d_out
+            if (layer, linear) not in self._squares:
+                squares = [some.square().sum(1) for some in _rows(found.weight, *rows)]
+                self._squares[layer, linear] = torch.cat(squares).cpu()
+            shrunk = torch.cat([some @ a.t() for some in _rows(found.weight, *rows)]).t()
+            added = (b * (2 * shrunk + (a @ a.t()) @ b)).sum(0).cpu()
+            return RowFacts((self._squares[layer, linear] + added).clamp_(min=0), bias)
 
     @cached_property
     def _places(self) -> dict[tuple[int, int], tuple[LoraLinear, int, int]]:

@@ -37,7 +37,7 @@ from lorikeet_engine.residency.host_arena import HostArena
 from lorikeet_engine.residency.image_checks import ImageChecks
 from lorikeet_engine.residency.loader import Loader, LoadResult
 from lorikeet_engine.residency.packed_image import PackedImage
-from lorikeet_engine.residency.pins import Pins
+from lorikeet_engine.residency.pins import RETRY_S, Pins
 from lorikeet_engine.residency.prefetches import Prefetches
 from lorikeet_engine.residency.requested_adapters import RequestedAdapters
 from lorikeet_engine.residency.stats import ResidencyStats
@@ -51,9 +51,6 @@ from lorikeet_engine.telemetry.status import (
 )
 
 log = logging.getLogger(__name__)
-
-_LOOK_S = 5.0
-"""Seconds after which `advance` looks for lost pinned adapters although nothing has woken it."""
 
 
 class Tiers:
@@ -288,7 +285,7 @@ class Tiers:
 
         Other adapters are evicted as needed. To be called between two steps; does nothing in most
         of them, in which no adapter moves: only after a `wake`, while requests wait for adapters,
-        and with pins every _LOOK_S seconds.
+        and with pins every RETRY_S seconds.
 
         Returns the seconds after which to call again even without a `wake`; None if that is not
         needed.
@@ -300,7 +297,7 @@ class Tiers:
             self._has_work = False  # first: a `wake` during the work is for the next call
             self._retry_s = self._move(began_s)
             waits = self._requests.loading or self._requests.wait_for_gpu
-            later_s = began_s + _LOOK_S if self._pins else math.inf
+            later_s = began_s + RETRY_S if self._pins else math.inf
             look_s = later_s if self._retry_s is None else self._retry_s
             self._look_s = None if waits else look_s
         return None if self._retry_s is None else max(0.0, self._retry_s - began_s)

@@ -32,8 +32,8 @@ if it pays, all pause until the host has read, and all of them wait after each s
 A draft LoRA of the base model makes the base model predict k tokens at once (Uno, vLLM PR #55947):
 k random tokens, the noise, stand behind a sequence's last token. They are computed in the same step
 with the draft LoRA, and from each of them the token after the next is predicted. The next step
-verifies these k tokens. Where all noise behind drafted tokens is nearly free, each step has both;
-else steps alternate, and two steps give
+verifies these k tokens. A step has noise behind drafted tokens, too, if it becomes longer by at
+most half of the chance that all of them come true. Else steps alternate, and two steps give
 
     2 N + E    tokens in    step_s(N + K) + draft_s + step_s(N + K) + 2 _GAP_S
 """
@@ -45,27 +45,20 @@ from random import Random
 from statistics import fmean
 from typing import NamedTuple
 
-from lorikeet_engine.costs import StepCosts
+from lorikeet_engine.costs import DRAFT_GAP_S, LEAST_DRAFT_GAIN, MOST_DRAFTED, StepCosts
 from lorikeet_engine.request import DraftSource
 from lorikeet_engine.scheduling.forced_budget import ForcedPieces
 from lorikeet_engine.scheduling.recent_answers import RecentAnswers
 from lorikeet_engine.scheduling.sequence import AdapterLease, Chunk, Sequence
 
-MOST_DRAFTED = 8
-"""Maximum number of drafted tokens of a sequence in a step."""
-
 # Acceptance below which no draft is made.
 _LEAST_ACCEPTANCE = 0.25
-# Tokens per second that drafts must gain; less might be an error of the estimate.
-_LEAST_GAIN = 1.1
+_LEAST_GAIN = LEAST_DRAFT_GAIN
 # Longest time of a step with drafts beside sequences without, relative to the step without drafts.
 _LONGEST = 1.04
-# Assumed time for which the device waits, if no step can be launched before drafts are read.
-_GAP_S = 1e-3
+_GAP_S = DRAFT_GAP_S
 # Steps in which nothing is predicted after a prediction that led to no draft.
 _PAUSES: dict[DraftSource | None, int] = {DraftSource.MTP: 8, DraftSource.DRAFT: 32}
-# Longest time of a step with drafts and noise, relative to the step without noise.
-_LONGEST_WITH_NOISE = 1.02
 _UNREAD = -1  # in place of a token that is not known yet
 
 
@@ -229,7 +222,9 @@ class DraftBudget:
         free, context = sum(not chunk.drafted for chunk in chunks), self._context(sequences)
         behind = self._step_s(rows, count * self._predicts, context)
         few_s = self._step_s(rows, free * self._predicts, context)
-        everywhere = free == count or behind <= _LONGEST_WITH_NOISE * few_s
+        # noise behind drafted tokens saves a step if all of them come true
+        came = [acceptance ** len(chunk.drafted) for chunk in chunks if chunk.drafted]
+        everywhere = free == count or behind <= (1 + sum(came) / count / 2) * few_s
         return [
             max(0, min(self._predicts, _drafts_left(s) - len(chunk.drafted) - 1))
             if everywhere or not chunk.drafted

@@ -7,7 +7,7 @@ from enum import Enum
 from typing import Any
 
 from lorikeet.errors import ContextLengthExceeded, InsufficientQuota, kind_of
-from lorikeet.protocol.messages import Endpoint
+from lorikeet.protocol.messages import Call, Endpoint
 
 MESSAGES = "/v1/messages"
 TINKER = "/api/v1/"
@@ -72,9 +72,11 @@ def error_status(code: str, api: ClientApi) -> int:
     return kind.status
 
 
-def client_param(endpoint: Endpoint, param: str) -> str:
+def client_param(call: Call, param: str) -> str:
     """Return a field's name in the request, by its name in an error of a replica or an engine."""
-    return _PARAMS.get(endpoint, {}).get(param, param)
+    if param == "prompt" and call.prompt_field is not None:
+        return call.prompt_field
+    return _PARAMS.get(call.endpoint, {}).get(param, param)
 
 
 def openai_error_body(code: str, message: str, param: str | None = None) -> dict[str, Any]:

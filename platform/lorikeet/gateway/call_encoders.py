@@ -65,7 +65,7 @@ class CallEncoders:
             return await result_before_disconnect(receive, encoding)
         except InvalidInput as error:
             refusal = Refusal(error.code, error.message, error.param)
-            raise Refused(refusal, call.endpoint) from None
+            raise Refused(refusal, call) from None
 
     async def encode_text(
         self,

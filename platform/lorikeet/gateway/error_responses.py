@@ -26,7 +26,7 @@ from lorikeet.errors import (
     RequestTimeout,
     status_of,
 )
-from lorikeet.protocol.messages import Endpoint, Refusal
+from lorikeet.protocol.messages import Call, Refusal
 from lorikeet.retry_after import whole_seconds
 from lorikeet.tenancy.rate_limiter import limit_headers
 
@@ -86,13 +86,13 @@ class Refused(LorikeetError):
     Its `param` is renamed as the client's endpoint calls the field: max_tokens becomes
     max_output_tokens at /v1/responses.
 
-    endpoint: endpoint that the client called; None: the name is kept.
+    call: the refused call; None: the name is kept.
     """
 
-    def __init__(self, refusal: Refusal, endpoint: Endpoint | None = None) -> None:
+    def __init__(self, refusal: Refusal, call: Call | None = None) -> None:
         param = refusal.param
-        if endpoint is not None and param is not None:
-            param = client_param(endpoint, param)
+        if call is not None and param is not None:
+            param = client_param(call, param)
         super().__init__(refusal.message, param=param, retry_after_s=refusal.retry_after_s)
         self.code = refusal.code
 

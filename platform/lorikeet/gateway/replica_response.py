@@ -219,7 +219,7 @@ class ReplicaResponse(Response):
         for observer in self.observers:
             observer.on_item(item)
         if isinstance(item, Refusal):
-            raise Refused(item, self.call.endpoint)
+            raise Refused(item, self.call)
         if isinstance(item, Resumed):
             self._resumed.append(item.reason)
         return b""

@@ -220,6 +220,7 @@ class Call:
         and embeddings keep their lengths.
     base64: numbers in the answer are float32 in base64.
     ranking: documents to rank by the values of their prompts; None: the answer ranks nothing.
+    prompt_field: request field to blame for prompts to pool; None: the endpoint's usual field.
     """
 
     request_id: str
@@ -264,6 +265,7 @@ class Call:
     raw_scores: bool = False
     base64: bool = False
     ranking: Ranking | None = None
+    prompt_field: str | None = None
 
     @property
     def service_tier(self) -> str:

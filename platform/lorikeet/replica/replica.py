@@ -49,7 +49,7 @@ from lorikeet.settings import Settings
 from lorikeet.text.prompts import PromptEncoder
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.adapter_format import BaseCopy, WholeModule
-from lorikeet_engine.errors import EngineClosed, EngineError
+from lorikeet_engine.errors import EngineClosed, EngineError, EngineOverloaded
 from lorikeet_engine.process.client import EngineProcessClient
 from lorikeet_engine.request import Failed, Output, PromptLogprobs, Request, Tokens
 from lorikeet_engine.telemetry.status import EngineStatus
@@ -66,6 +66,8 @@ fails, so that the gateway sends it to another replica.
 
 An engine that is only busy is not silent, and accepts the request from its queue in time.
 """
+_AGAIN_S = 0.5
+"""Seconds before a request that goes on with an answer is submitted to a busy engine again."""
 _DEAD_S = 60.0
 """Seconds without a sign of life of the engine after which the replica is unhealthy."""
 _PLAN_FRESH_S = 90.0  # the controller sends each replica its whole plan twice a minute
@@ -336,10 +338,19 @@ class Replica:
 
     async def _submit(self, request: Request) -> Residency | None:
         """Submit a request to the engine; return the tier at which its adapter was found, None for
-        the base model.
+        the base model. A request that goes on with an answer waits while the engine is overloaded.
 
         Raises EngineError if the engine refuses the request or does not answer.
         """
+        while True:
+            try:
+                return await self._submit_once(request)
+            except EngineOverloaded:
+                if not request.made:
+                    raise
+            await asyncio.sleep(_AGAIN_S)
+
+    async def _submit_once(self, request: Request) -> Residency | None:
         submitted = asyncio.wrap_future(self._engine.submit(request))
         try:
             while not submitted.done():

@@ -1,5 +1,6 @@
 """Engine request of a call: its prompts, limits of the answer, and a checked grammar."""
 
+import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -27,6 +28,7 @@ from lorikeet.text.prompts import PromptEncoder
 from lorikeet.text.tenant_threads import TenantThreads
 from lorikeet.text.tools.syntax import HARMONY
 from lorikeet_engine.adapter import Pooling
+from lorikeet_engine.errors import EngineOverloaded
 from lorikeet_engine.request import Request
 
 T = TypeVar("T")
@@ -41,6 +43,8 @@ MOST_PROMPT_IDS = 2**20
 """Limit on the number of prompt token ids that an answer's choices repeat: 7 MB of JSON."""
 MOST_ECHOED = 2**22
 """Limit on the number of prompt characters that an answer's choices repeat."""
+_AGAIN_S = 0.5
+"""Seconds before a grammar that there was no time to try is tried again."""
 _SHORT_PROMPT_TOKENS = 4096
 """Limit on the tokens of prompts that are prepared on the event loop.
 
@@ -92,16 +96,23 @@ class RequestBuilder:
         """Return the engine's request for a call. Only calls with tools or a format have a grammar
         (text/grammars/).
 
+        A call that goes on with an answer waits until its grammar can be tried, as long as its
+        gateway waits for this replica.
+
         Raises InvalidInput if the call asks for an impossible answer, for example by a faulty
-        schema, EngineOverloaded if its grammar cannot be tried in time.
+        schema, EngineOverloaded if the grammar of a new call cannot be tried in time.
         """
+        goes_on = bool(encoded.log)
+        if goes_on:
+            scheduling = replace(encoded.call.scheduling, max_queue_s=None)
+            encoded = replace(encoded, call=replace(encoded.call, scheduling=scheduling))
         call, encoder = encoded.call, self._encoder.with_marks(encoded.marks)
         prepare = partial(prepare_call, encoded, encoder)
         prepared = await self._run(partial(prepare, self._max_context), encoded)
         if prepared.tried_grammar is None:
             return prepared
         try:
-            return await self._tried(call, prepared)
+            return await self._tried(call, prepared, patient=goes_on)
         except SchemasRefused as error:
             refused = error.schemas
         loose = without_schemas(call, refused)
@@ -109,7 +120,7 @@ class RequestBuilder:
         held = await self._run(partial(with_grammar, plain, loose, encoder), encoded)
         ignored = (*held.ignored, *map(whole_schema, refused))
         held = replace(held, ignored=ignored, checked=(*held.checked, *refused))
-        return await self._tried(loose, held)
+        return await self._tried(loose, held, patient=goes_on)
 
     async def check(
         self, call: Call, schemas: Sequence[AnswerSchema], said: Sequence[SaidChoice]
@@ -159,18 +170,27 @@ class RequestBuilder:
             return prepare()
         return await self._threads.run(encoded.call.tenant, prepare)
 
-    async def _tried(self, call: Call, prepared: PreparedCall) -> PreparedCall:
+    async def _tried(self, call: Call, prepared: PreparedCall, *, patient: bool) -> PreparedCall:
         """Try a call's grammar in the sandbox; return the prepared call.
 
         The time that the trial took is subtracted from the time that the call may still wait in
         the engine's queue.
+
+        patient: try again while there is no time to try it, instead of raising EngineOverloaded.
 
         Raises InvalidInput if the grammar is invalid or too complex (SchemasRefused if the schemas
         at fault may be left out of it), and EngineOverloaded if it cannot be tried in time.
         """
         began_s = time.monotonic()
         assert prepared.tried_grammar is not None
-        await self._grammars.check(call, prepared.tried_grammar)
+        while True:
+            try:
+                await self._grammars.check(call, prepared.tried_grammar)
+                break
+            except EngineOverloaded:
+                if not patient:
+                    raise
+            await asyncio.sleep(_AGAIN_S)
         request, scheduling = prepared.request, prepared.request.scheduling
         if scheduling.max_queue_s is None:
             return prepared

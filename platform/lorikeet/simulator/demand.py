@@ -52,6 +52,8 @@ class SimulatedDemand:
     base_lengths, base_rate_per_s: lengths and rate of the requests without an adapter.
     cv: coefficient of variation of the gaps between requests.
     context: limit on the tokens of a prompt with its answer.
+    acceptance: probability that a drafted token of an answer comes true if all before it do; 0:
+        replicas do not speculate.
     """
 
     tenants: Sequence[SimulatedTenant]
@@ -59,6 +61,7 @@ class SimulatedDemand:
     base_rate_per_s: float = 0.0
     cv: float = 1.0
     context: int = 8192
+    acceptance: float = 0.0
 
     @property
     def rate_per_s(self) -> float:

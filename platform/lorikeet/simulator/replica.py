@@ -283,7 +283,7 @@ class SimulatedReplica:
             step_s = steps.step_s(status.running, status.ranks, status.context)
             begun, full = self._clock % 1.0, status.running >= steps.max_running
             if not self._prompts and (full or not self._next_fits()):
-                self._rate = 1.0 / step_s if status.running else 0.0
+                self._rate = self._decodes_per_s() if status.running else 0.0
             elif status.running and _NEARLY < begun < 1.0 - _NEARLY:
                 self._boundary_s, self._rate = now_s + (1.0 - begun) * step_s, 1.0 / step_s
             else:
@@ -295,6 +295,13 @@ class SimulatedReplica:
         if next_s < math.inf:
             self._next_step += 1
             self._fleet.schedule(next_s, partial(self._step, self._next_step))
+
+    def _decodes_per_s(self) -> float:
+        """Return the tokens per second of each decode, with drafts if no request waits."""
+        status = self.status
+        acceptance = 0.0 if self.queue else self._fleet.setup.acceptance
+        at_once = status.running, status.ranks, status.context
+        return self._steps.decodes_per_s(*at_once, acceptance)
 
     def _begin_prompts(self, now_s: float) -> None:
         """Begin a step with as many prompt tokens as its token limit allows beside the decodes."""

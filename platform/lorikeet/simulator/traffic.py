@@ -46,6 +46,7 @@ class FleetSetup:
     pins: adapter → number of replicas that keep it on the GPU.
     gateways: number of routers, which take turns.
     status_age_s: largest age of a gateway's view of replicas.
+    acceptance: probability that a drafted token comes true; 0: replicas do not speculate.
     warm_up_s: simulated time at the start that is not counted.
     """
 
@@ -62,6 +63,7 @@ class FleetSetup:
     pins: Mapping[int, int] = field(default_factory=dict)
     gateways: int = 4
     status_age_s: float = 0.15
+    acceptance: float = 0.0
     warm_up_s: float = 0.0
     seed: int = 1
     costs: CostCoefficients = H200_LLAMA_8B

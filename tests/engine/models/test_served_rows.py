@@ -70,3 +70,23 @@ def test_every_linear_that_can_have_vectors_is_found(family, tiny_checkpoints):
                 facts = rows.facts(layer, index, torch.zeros(1, d_in), torch.zeros(1, d_out))
                 assert facts.squares.shape == (d_out,)
                 assert (facts.squares > 0).all()
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16"])
+def test_squares_are_those_of_the_sum_of_weight_and_lora(kind, tiny_checkpoints):
+    torch.manual_seed(0)
+    model = load_model(tiny_checkpoints["llama"], torch.device("cpu"), getattr(torch, kind))
+    rows, index = ServedRows(model), model.config.shape.index("up_proj")
+    d_in, d_out = model.config.shape.dims(index)
+    (weight,) = (
+        linear.weight[d_out:].clone()
+        for linear in model.linears()
+        if linear.layer == 1 and index in linear.group.linears
+    )
+    for size in (0.01, 1.0, 30.0):  # beside weights of about 0.02
+        a, b = torch.randn(5, d_in), size * torch.randn(5, d_out)
+        want = (weight.double() + b.double().t() @ a.double()).square().sum(1)
+        got = rows.facts(1, index, a, b).squares
+        torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=0)
+    got = rows.facts(1, index, torch.eye(5, d_in), -weight.float().t()[:5]).squares
+    torch.testing.assert_close(got, weight[:, 5:].float().square().sum(1), rtol=1e-5, atol=1e-7)

@@ -296,3 +296,22 @@ def test_a_prefetched_adapter_is_scored_by_its_uses_elsewhere(shelf, bench):
     use(b, new)
     assert b.tiers.residency(rare) is Residency.HOST
     assert b.tiers.residency(elsewhere) is Residency.GPU
+
+
+def test_steps_in_which_no_adapter_moves_look_at_no_tier(shelf, bench, monkeypatch):
+    a, c = make(shelf, "ac")
+    b, moved = bench(gpu=2), list[float]()
+    b.load(a)
+    move = b.tiers._move
+    monkeypatch.setattr(b.tiers, "_move", lambda at_s: moved.append(at_s) or move(at_s))
+    b.until(lambda: b.tiers.advance() is None)  # nothing is left to do
+    moved.clear()
+    for _ in range(100):
+        b.tiers.request(a)
+        lease = b.tiers.lease(a)
+        assert b.tiers.advance() is None
+        lease.release()
+    assert not moved
+    b.tiers.prefetch(c)
+    b.until(lambda: b.tiers.residency(c) is Residency.GPU)
+    assert moved

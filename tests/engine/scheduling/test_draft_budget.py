@@ -5,9 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from lorikeet_engine.costs import StepCosts
+from lorikeet_engine.costs import MOST_DRAFTED, StepCosts
 from lorikeet_engine.request import DraftSource
-from lorikeet_engine.scheduling.draft_budget import MOST_DRAFTED, DraftBudget, Drafts
+from lorikeet_engine.scheduling.draft_budget import DraftBudget, Drafts
 from lorikeet_engine.scheduling.forced_budget import ForcedPieces
 
 COSTS = StepCosts()  # of Llama-3.1-8B on an H200
@@ -166,6 +166,46 @@ def test_a_head_that_is_seldom_right_is_asked_seldom():
     chunks = [SimpleNamespace(sequence=poor)]
     asked = [budget.predicts(chunks, 256, alone=True) for _ in range(9)]
     assert asked == [[]] * 8 + [[1]]
+
+
+def noise(*sequences, room=None, rank=64, drafted=()):
+    """Return the number of noise tokens behind each sequence, and the budget that chose it."""
+    budget = DraftBudget(COSTS, SIZES, predictor=DraftSource.DRAFT, vocabulary=100)
+    budget.adapter = SimpleNamespace(rank=rank)
+    chunks = [
+        SimpleNamespace(sequence=each, length=1 + len(drafted), drafted=drafted)
+        for each in sequences
+    ]
+    room = 256 - len(chunks) if room is None else room
+    return budget.predicts(chunks, room, alone=True), budget
+
+
+def test_noise_stands_where_its_predictions_pay_for_both_steps():
+    one, few = Predicting(0.0, mtp=0.8), [Predicting(0.0, mtp=0.8) for _ in range(32)]
+    assert noise(one)[0] == [MOST_DRAFTED]
+    counts, budget = noise(*few)
+    assert counts == counts[:1] * 32
+    assert 1 < counts[0] <= 7  # 32 · (1 + 7) are 256
+    assert noise(*(Predicting(0.0, mtp=0.8) for _ in range(200)))[0] == []
+    assert noise(Predicting(0.0, mtp=0.8, left=4))[0] == [2]
+    tokens = budget.noise(1000)
+    assert {*tokens} == {*range(100)}
+
+
+def test_a_draft_lora_that_is_seldom_right_is_tried_with_one_token_and_seldom():
+    poor = Predicting(0.0, pending=1, mtp=0.2)
+    counts, budget = noise(poor)
+    assert counts == [1]
+    assert budget.choose([poor], 255, alone=True) == Drafts({})
+    chunks = [SimpleNamespace(sequence=poor, length=1, drafted=())]
+    asked = [budget.predicts(chunks, 255, alone=True) for _ in range(33)]
+    assert asked == [[]] * 32 + [[1]]
+
+
+def test_noise_behind_drafted_tokens_is_left_out_where_it_costs_time():
+    assert noise(Predicting(0.0, mtp=0.9), drafted=(5, 6))[0] == [MOST_DRAFTED]
+    many = [Predicting(0.0, mtp=0.9) for _ in range(24)]
+    assert noise(*many, drafted=(5, 6, 7))[0] == [0] * 24
 
 
 def test_steps_whose_predictions_cannot_pay_are_spared_them():

@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from loadtest.engine import compositions, first_tokens
+from loadtest.engine import classification, compositions, first_tokens
 from loadtest.engine.offline import Work
+from loadtest.engine.random_adapters import Targets
 from loadtest.engine.random_engine import roomy_engine
 from lorikeet_engine.adapter import Composition
 from lorikeet_engine.engine import Engine
@@ -73,3 +74,13 @@ def test_wrong_tokens_behind_a_cached_prefix_are_not_timed(tmp_path, monkeypatch
     with pytest.raises(pytest.fail.Exception, match="checked"):
         next(first_tokens.measure(engine, long=0))
     engine.close()
+
+
+def test_classified_prompts_are_timed_beside_prompts_that_generate(tmp_path):
+    engine = tiny_engine(tmp_path, adapters=2, room=2, others={Targets.CLASSES: 2})
+    generates = Work("adapters", 24, 1, adapters=2, requests=6)
+    classifies = replace(generates, on=Targets.CLASSES)
+    (row,) = classification.measure_all(engine, [classifies, generates])
+    engine.close()
+    assert row.ratio == row.classified_per_s / row.generated_per_s
+    assert row.off < 1e-4

@@ -89,7 +89,8 @@ class PoolRequest(TemplateFields, ApiRequest):
             fields = {name: getattr(self, name) for name in TemplateFields.model_fields}
             fields["add_generation_prompt"] = self.add_generation_prompt is True
             request = ChatRequest.unchecked(model=self.model, messages=self.messages, **fields)
-        return _pooling(request.to_call(context), self.endpoint)
+        call = _pooling(request.to_call(context), self.endpoint)
+        return call if self.messages is None else replace(call, prompt_field="messages")
 
 
 class ClassifyRequest(PoolRequest):
@@ -165,7 +166,9 @@ class ScoreRequest(PoolRequest):
     def to_call(self, context: CallContext) -> Call:
         """Return the request as a Call, the common form of all APIs, with facts from `context`."""
         activates = self.is_of_pairs if self.use_activation is None else self.use_activation
-        return replace(super().to_call(context), raw_scores=not activates)
+        call = replace(super().to_call(context), raw_scores=not activates)
+        second = "documents" if self.queries else "text_2"
+        return replace(call, prompt_field=second) if self.is_of_pairs else call
 
 
 class RerankRequest(ApiRequest):

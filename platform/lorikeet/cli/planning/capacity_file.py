@@ -67,6 +67,7 @@ class _Traffic(BaseModel):
     lengths: _AnyLengths = "conv"
     context: int = Field(default=8192, ge=2)
     cv: float = Field(default=1.0, gt=0, le=10)
+    acceptance: float = Field(default=0.0, ge=0, lt=1)
 
 
 class _Tenant(BaseModel):
@@ -201,6 +202,7 @@ def _needs(asked: _CapacityFile) -> CapacityNeeds:
         traffic.base_requests_per_s,
         traffic.cv,
         traffic.context,
+        traffic.acceptance,
     )
     return CapacityNeeds(
         demand,

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
 
 from lorikeet.catalog.catalog import AdapterCatalog
 from lorikeet.catalog.names import DEFAULT_ALIAS, check_name
@@ -18,14 +19,11 @@ from lorikeet.cli.admin_client import AdminClient
 from lorikeet.cli.arguments import AdapterName
 from lorikeet.cli.output import print_warning, say, spinner
 from lorikeet.errors import InvalidAdapter, InvalidInput, LorikeetError
-from lorikeet.gateway.admin.blob_validation import (
-    declared_base_model,
-    matching_names,
-    validate_blob,
-)
-from lorikeet.gateway.services import ServedModel
 from lorikeet_engine.adapter_format import AdapterLimits
 from lorikeet_engine.errors import AdapterError
+
+if TYPE_CHECKING:
+    from lorikeet.gateway.services import ServedModel
 
 _ARCHIVE = re.compile(r"\.(tar|tar\.gz|tgz|zip)$")
 
@@ -129,7 +127,7 @@ def _name(source: str) -> str:
 def check_adapters(
     given: Sequence[GivenAdapter],
     tenant: str,
-    base_models: Mapping[str, ServedModel],
+    base_models: Mapping[str, "ServedModel"],
     limits: AdapterLimits,
     catalog: AdapterCatalog,
     *,
@@ -166,7 +164,7 @@ def check_adapters(
 
 
 def find_base_model(
-    blob: Path, base_models: Mapping[str, ServedModel], limits: AdapterLimits
+    blob: Path, base_models: Mapping[str, "ServedModel"], limits: AdapterLimits
 ) -> BaseOfAdapter:
     """Return the served base model of an adapter: by its name, or else the only one that fits.
 
@@ -175,6 +173,12 @@ def find_base_model(
 
     Raises InvalidAdapter if no base model fits, or several do.
     """
+    from lorikeet.gateway.admin.blob_validation import (  # most commands need no gateway: 0.7 s
+        declared_base_model,
+        matching_names,
+        validate_blob,
+    )
+
     declared = declared_base_model(blob)
     says = f"it names the base model {declared!r}" if declared else "it names no base model"
     named = matching_names(declared, base_models)

@@ -12,7 +12,6 @@ from lorikeet.catalog.state import CatalogState
 from lorikeet.catalog.store.object_store import open_store
 from lorikeet.cli.serve.running import STATE
 from lorikeet.errors import Conflict, LorikeetError
-from lorikeet.gateway.auth import authenticate
 
 ACTOR = "serve"
 """Author of the command's changes of the catalog."""
@@ -84,6 +83,8 @@ class KeyFiles:
 
 
 def _works(state: CatalogState, secret: str, tenant: str | None, scope: Scope) -> bool:
+    from lorikeet.gateway.auth import authenticate  # which other commands do not need
+
     try:
         return authenticate(state, f"Bearer {secret}", scope, time.time()).tenant == tenant
     except LorikeetError:

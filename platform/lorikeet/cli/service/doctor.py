@@ -10,7 +10,6 @@ from rich.markup import escape
 from lorikeet.addresses import public_port
 from lorikeet.cli.arguments import parse_bytes
 from lorikeet.cli.output import AsJson, print_json, print_line
-from lorikeet.doctor.checks import can_start, run_checks
 from lorikeet.doctor.finding import Finding, Severity
 from lorikeet.doctor.planned_start import PlannedStart
 
@@ -36,14 +35,17 @@ def doctor(
 
     Example: `lorikeet doctor --gpu-memory 80GiB`
     """
+    from lorikeet.doctor.checks import can_start, run_checks  # other commands start sooner
+
     findings = run_checks(PlannedStart(os.environ, gpu_memory, public_port(os.environ)))
+    starts = can_start(findings)
     if as_json:
-        print_json({"can_start": can_start(findings), "findings": list(map(_json, findings))})
+        print_json({"can_start": starts, "findings": list(map(_json, findings))})
     else:
         for finding in findings:
             _print(finding)
-        print_line(_summary(findings))
-    raise typer.Exit(not can_start(findings))
+        print_line(_summary(findings, starts=starts))
+    raise typer.Exit(not starts)
 
 
 def _json(finding: Finding) -> dict[str, str | None]:
@@ -62,10 +64,10 @@ def _print(finding: Finding) -> None:
         print_line(f"         → {escape(finding.fix)}")
 
 
-def _summary(findings: Sequence[Finding]) -> str:
+def _summary(findings: Sequence[Finding], *, starts: bool) -> str:
     problems, warnings = (
         sum(finding.severity is severity for finding in findings)
         for severity in (Severity.PROBLEM, Severity.WARNING)
     )
-    start = "It can start" if can_start(findings) else "It cannot start with these settings"
+    start = "It can start" if starts else "It cannot start with these settings"
     return f"\n{start}. Problems: {problems}, warnings: {warnings}."
