@@ -42,15 +42,20 @@ def run(
     part: name of the rows in the JSON file.
     works: sets of requests to choose from by the options of the command line.
     measure_all: returns a row for each work.
-    settings: further settings of the engine.
+    settings: further settings of the engine; of a tuple, an option chooses one, the first without
+        the option.
     """
     parser = arguments(doc)
     add_model_arguments(parser)
     add_rows(parser)
+    for name, values in settings.items():
+        if isinstance(values, tuple):
+            parser.add_argument(f"--{name}", choices=values, default=values[0])
     options = parser.parse_args()
     works = chosen(parser, works, options.rows)
     known = facts(options.commit)
     model = model_of(options)
+    settings = {name: getattr(options, name, value) for name, value in settings.items()}
     model["settings"] = replace(model["settings"], **settings)
     with full_engine(**adapters_of(works, options.host_adapters), **model) as engine:
         rows = measure_all(engine, works)

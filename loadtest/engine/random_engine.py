@@ -56,7 +56,8 @@ def random_engine(
     settings: all settings except folders and memory for adapters.
     """
     most = min(room + sum(others.values()), settings.max_batch_adapters)
-    settings = replace(settings, max_batch_adapters=max(1, most))
+    draft = settings.speculation == "draft"  # takes one, though it is one of the others
+    settings = replace(settings, max_batch_adapters=max(1, most) + draft)
     at_once = adapters if on_host is None else min(on_host, adapters)
     engine, layout = roomy_engine(folder, EmptySource(), room, at_once, config, settings, others)
     fill = fill_host if at_once == adapters else fill_device

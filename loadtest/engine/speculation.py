@@ -1,16 +1,21 @@
-"""Speculation by prompt lookup, on and off by turns: output tokens per second, and tokens a step.
+"""Speculation, on and off by turns: output tokens per second, and tokens a step.
 
 python -m loadtest.engine.speculation --json speculation.json [--config qwen3-8b] [--rows '32*']
+    [--speculation lookup|mtp|draft]
 
 The answers are given beforehand, so that a model of random weights has the acceptance of an
 extraction: COPIED of their tokens come in spans from the prompt. Each step computes and samples as
 ever; only then do the given tokens replace the sampled ones. Before that, answers that the model
 chooses itself are compared with the plain path; where they repeat themselves, they have drafts.
+
+Predictions of an MTP head or a draft LoRA are replaced in the same way: RIGHT of them come true.
+The draft LoRA is one of the adapters.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from random import Random
 from statistics import median
 from typing import Any
 
@@ -19,14 +24,19 @@ import torch
 
 from loadtest.engine import harness
 from loadtest.engine.offline import Run, Work, generate
+from lorikeet_engine.adapter import Adapter, AdapterRef
 from lorikeet_engine.device.async_copies import upload
 from lorikeet_engine.engine import Engine
-from lorikeet_engine.request import Request
+from lorikeet_engine.request import FinishReason, Request
 from lorikeet_engine.sampling.draws import SamplingRow
 from lorikeet_engine.sampling.processed_logprobs import ProcessedLogprobs
 from lorikeet_engine.sampling.sampler import Sampler
+from lorikeet_engine.scheduling.recent_answers import RecentAnswers
+from lorikeet_engine.scheduling.sequence import Sequence as DecodedSequence
 
 COPIED = 0.7
+RIGHT = {"mtp": 0.8, "draft": 3.0}
+"""Mean number of predictions that come true, the first ones, by EngineSettings.speculation."""
 TURNS = 3
 _SPAN = 28  # mean number of tokens of a copied span
 
@@ -94,6 +104,9 @@ def measure(engine: Engine, work: Work) -> Row:
     """
     assert isinstance(engine._sampler, GivenTokens), "an engine that samples its own answers"
     shortfall = harness.check(engine, work)
+    budget = engine._parts.draft_budget
+    assert budget is not None, "an engine without speculation"
+    budget.answers, budget._pause = RecentAnswers(), 0  # the check's predictions were not given
     off, on = list[Run](), list[Run]()
     before, steps = engine.status(), 0
     for turn in range(TURNS):
@@ -122,7 +135,21 @@ def measure(engine: Engine, work: Work) -> Row:
 def measure_all(engine: Engine, works: Iterable[Work]) -> list[Row]:
     """Measure sets of requests in order; print each row as it is measured."""
     engine._sampler = GivenTokens(engine._sampler.penalties)
+    works = list(works)
+    if engine._settings.speculation == "draft":
+        (drawn, *_) = works[0].draw(engine.info.vocab_size, 1)
+        _pin_draft(engine, drawn.adapter)
     return harness.show(measure(engine, work) for work in works)
+
+
+def _pin_draft(engine: Engine, adapter: Adapter | None) -> None:
+    budget = engine._parts.draft_budget
+    assert isinstance(adapter, AdapterRef)
+    assert budget is not None
+    engine.pin(adapter, draft=True)
+    while budget.adapter is None:
+        engine.wait(1.0)
+        engine.step()
 
 
 def text(prompt: tuple[int, ...], tokens: int, copied: float, seed: int) -> list[int]:
@@ -150,7 +177,8 @@ def _run(engine: Engine, work: Work, turn: int) -> Run:
     assert isinstance(sampler, GivenTokens)
     sampler.texts = np.array(texts)
     try:
-        run = generate(engine, requests)
+        with _given_predictions(texts, RIGHT.get(engine._settings.speculation, 0.0)):
+            run = generate(engine, requests)
     finally:
         sampler.texts = None
     for answer, given in zip(run.answers, texts, strict=True):
@@ -168,6 +196,29 @@ def _seeded(request: Request, seed: int) -> Request:
 
 
 @contextmanager
+def _given_predictions(texts: Sequence[Sequence[int]], right: float) -> Iterator[None]:
+    """Replace predicted tokens by those of given answers, and of wrong ones.
+
+    right: mean number of predicted tokens that come true, the first ones.
+    """
+    accept, chance = DecodedSequence.accept, Random(0)
+
+    def given(
+        sequence: DecodedSequence, token: int, predicted: tuple[int, ...] = ()
+    ) -> FinishReason | None:
+        begin = len(sequence.tokens) - sequence.prompt_length + 1
+        said = texts[sequence.seed][begin : begin + len(predicted)]
+        true = int(right + chance.random())
+        return accept(sequence, token, (*said[:true], *(token ^ 1 for token in said[true:])))
+
+    DecodedSequence.accept = given  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        DecodedSequence.accept = accept  # type: ignore[method-assign]
+
+
+@contextmanager
 def _without_drafts(engine: Engine) -> Iterator[None]:
     scheduler = engine._scheduler
     drafts, scheduler._drafts = scheduler._drafts, None
@@ -178,4 +229,5 @@ def _without_drafts(engine: Engine) -> Iterator[None]:
 
 
 if __name__ == "__main__":
-    harness.run(__doc__, "speculation", WORKS, measure_all, speculation="lookup")
+    sources = "lookup", "mtp", "draft"
+    harness.run(__doc__, "speculation", WORKS, measure_all, speculation=sources)

@@ -35,9 +35,11 @@ from lorikeet.protocol.messages import (
 )
 from lorikeet.protocol.parity import ParityTest
 from lorikeet.protocol.replica_report import ReplicaReport
+from lorikeet.text.template_server import TemplateProcesses
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.adapter_format import AdapterLimits
 from tests.cli.peft_folders import SHAPE
+from tests.forked_processes import start_template_server
 from tests.gateway.conftest import demo_encoder
 
 
@@ -116,6 +118,14 @@ def _commands_built_once() -> Iterator[None]:
     """Build the tree of commands once, not for each call: a quarter of these tests' time."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("typer.testing._get_command", functools.cache(get_command))
+        yield
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _template_servers_forked() -> Iterator[None]:
+    """Fork the processes that render templates; tests/text starts them as gateways do."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TemplateProcesses, "_start_server", start_template_server)
         yield
 
 

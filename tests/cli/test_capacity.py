@@ -16,6 +16,7 @@ from typer.testing import CliRunner, Result
 from lorikeet.cli import app
 from lorikeet.cli.planning import capacity
 from lorikeet.cli.planning.capacity_file import parse_needs
+from lorikeet.simulator import forecast
 from lorikeet.simulator.capacity import Capacity
 from lorikeet.simulator.forecast import CapacityNeeds
 
@@ -61,6 +62,13 @@ def _needs_planned_once() -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def short_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Simulate a third of the usual time."""
+    monkeypatch.setattr(forecast, "_USUAL_S", 60.0)
+    monkeypatch.setattr(forecast, "_REQUESTS_OF_TENANT", 30)
+
+
 def run(*arguments: str) -> Result:
     return CliRunner().invoke(
         app, ["capacity", *arguments], env={"COLUMNS": "120"}, prog_name="lorikeet"
@@ -90,6 +98,7 @@ def test_options_can_replace_the_file() -> None:
     assert "of which pins take" not in result.stdout
 
 
+@pytest.mark.usefixtures("short_runs")
 def test_the_answer_names_the_tenants_to_pin(tmp_path: Path) -> None:
     result = run(written(tmp_path, FILE))
     assert result.exit_code == 0, result.stderr
@@ -98,6 +107,7 @@ def test_the_answer_names_the_tenants_to_pin(tmp_path: Path) -> None:
     assert "all requests" in result.stdout
 
 
+@pytest.mark.usefixtures("short_runs")
 def test_json_has_the_same_answer(tmp_path: Path) -> None:
     question = written(tmp_path, json.dumps(tomllib.loads(FILE)), "question.json")
     answer = json.loads(run(question, "--json").stdout)
@@ -110,6 +120,7 @@ def test_json_has_the_same_answer(tmp_path: Path) -> None:
     assert set(answer["expected"]["found"]) == {"gpu", "host", "disk", "remote"}
 
 
+@pytest.mark.usefixtures("short_runs")
 def test_replicas_of_several_gpus_are_counted_in_gpus_too(tmp_path: Path) -> None:
     shared = FILE.replace('host = "1GiB"', 'host = "2GiB"').replace('"16GiB"', '"32GiB"\ngpus = 2')
     shared += "[costs.steps]\n[costs.loads]\n"
@@ -121,6 +132,7 @@ def test_replicas_of_several_gpus_are_counted_in_gpus_too(tmp_path: Path) -> Non
     assert answer["expected"] == alone["expected"], "a GPU's part of the host is the same"
 
 
+@pytest.mark.usefixtures("short_runs")
 def test_a_kv_cache_of_few_tokens_needs_more_replicas(tmp_path: Path) -> None:
     long = FILE.replace("[60, 120], answer = [30, 60]", "[1000, 1100], answer = [200, 220]")
     long = long.replace("_per_s = 8", "_per_s = 4").replace("= 45", "= 900")

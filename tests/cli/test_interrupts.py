@@ -90,8 +90,10 @@ raise SystemExit(run.run_service(service_environment(os.environ | {{"PORT": "9"}
 KILL = "os.kill(os.getpid(), {number})"
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-@pytest.mark.parametrize("stage", ["check", "prepare"])
+@pytest.mark.parametrize(
+    ("stage", "number", "status"),
+    [("check", signal.SIGINT, 130), ("prepare", signal.SIGTERM, 143)],
+)
 def test_a_signal_before_the_service_runs_ends_it_at_once(
     tmp_path: Path, stage: str, number: int, status: int
 ) -> None:

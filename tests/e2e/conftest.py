@@ -25,7 +25,7 @@ from tests.gateway.collector import Collector, collecting
 
 ROOT = Path(__file__).parents[2]
 REPLICAS = 3
-USAGE_FLUSH_S = 1.0
+USAGE_FLUSH_S = 0.5
 LARGEST_MESSAGE = 2**20
 
 

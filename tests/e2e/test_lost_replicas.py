@@ -83,7 +83,7 @@ def p99(sorted_s: list[float]) -> float:
 
 @pytest.mark.parametrize(
     ("seconds", "streams"),
-    [(14.0, 12), pytest.param(600.0, 60, marks=[pytest.mark.soak, pytest.mark.timeout(1200)])],
+    [(9.0, 12), pytest.param(600.0, 60, marks=[pytest.mark.soak, pytest.mark.timeout(1200)])],
 )
 def test_killed_replicas_cut_no_stream_and_change_no_token(service, known, seconds, streams):
     rng, killed = random.Random(0), 0

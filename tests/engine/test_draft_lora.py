@@ -204,6 +204,7 @@ def test_ranks_of_several_processes_draft_alike(make, alone):
         for at, way in enumerate(WAYS):
             if way != "grammar":
                 answers.submit(Request(way, (tuple(prompt(9 + at)),), sampling(way)))
+        answers.submit(greedy("plain", *(prompt(20 + at) for at in range(4)), max_tokens=TOKENS))
         answers.all()
         assert counts(answers.engine)[1] > 20
         told.append(answers.tokens)

@@ -53,6 +53,7 @@ from lorikeet.response_store import ResponseStore
 from lorikeet.text.choice import Choice, Ending
 from lorikeet.text.logprobs import LogprobsJson
 from lorikeet.text.prompts import PromptEncoder
+from lorikeet.text.template_server import TemplateProcesses
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.adapter_format import (
     AdapterLimits,
@@ -62,6 +63,7 @@ from lorikeet_engine.adapter_format import (
     write_blob,
 )
 from lorikeet_engine.telemetry.status import EngineStatus, LiveStats, TierStatus
+from tests.forked_processes import start_template_server
 from tests.placement.builders import held
 from tests.waiting import eventually
 
@@ -77,6 +79,14 @@ FILES_BYTES = 10_000_000
 LIMITS = AdapterLimits(max_rank=4, max_bytes=100_000)
 Items = AsyncGenerator[StreamItem, None]
 Script = Callable[..., "ScriptedReplica"]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _template_servers_forked() -> Iterator[None]:
+    """Fork the processes that render templates; tests/text starts them as gateways do."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TemplateProcesses, "_start_server", start_template_server)
+        yield
 
 
 @pytest.fixture

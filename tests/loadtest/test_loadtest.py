@@ -54,12 +54,14 @@ def locust(tmp_path: Path) -> Locust:
     return Locust(tmp_path)
 
 
-def test_the_report_agrees_with_the_servers_delays(server: Any, locust: Locust) -> None:
+def test_the_report_has_the_plan_and_the_servers_delays(server: Any, locust: Locust) -> None:
     run = locust(server.url, rate=15, duration=4, lengths="fixed:60/6", base_share=0.25)
     assert run.exit_code == 0, run.output
     assert run.report["failed"] == 0
     assert run.report["asked"] == len(server.seen) - 2, "two requests measured the tokenizer"
+    assert run.report["prompt_tokens"] == 60 * run.report["asked"]
     assert run.report["completion_tokens"] == 6 * run.report["asked"]
+    assert {body["max_tokens"] for body in server.seen[2:]} == {6}
     for tier in ("none", "gpu", "host", "disk"):
         measured = run.report["tiers"][tier]
         assert measured["requests"] >= 3
@@ -69,12 +71,6 @@ def test_the_report_agrees_with_the_servers_delays(server: Any, locust: Locust) 
     assert run.report["tiers"]["remote"]["requests"] == 0
     for heading in ("residency", "gpu", "host", "disk", "none"):
         assert heading in run.output
-
-
-def test_prompts_have_the_planned_lengths(server: Any, locust: Locust) -> None:
-    run = locust(server.url, rate=10, duration=1, lengths="fixed:60/2")
-    assert run.report["prompt_tokens"] == 60 * run.report["asked"]
-    assert {body["max_tokens"] for body in server.seen[2:]} == {2}
 
 
 def test_a_slow_server_does_not_slow_the_arrivals(server: Any, locust: Locust) -> None:

@@ -409,6 +409,26 @@ def test_a_plan_that_does_not_name_the_replica_changes_nothing(settings, ref):
     run(settings, scenario)
 
 
+def test_a_pinned_draft_is_leased_for_the_base_models_answers_until_it_is_unpinned(settings, ref):
+    async def scenario(replica):
+        def leased(report):
+            return [a.leases for a in report.adapters if a.ref == ref] == [1]
+
+        before = await items_of(replica, CALL)
+        target = PinTarget(ref, Residency.GPU, draft=True)
+        await replica.apply_plan({"r0": PlacementDecision({ref.digest: target})})
+        await until(leased, replica)
+        after = await items_of(replica, replace(CALL, request_id="again"))
+        plain = PinTarget(ref, Residency.GPU)
+        await replica.apply_plan({"r0": PlacementDecision({ref.digest: plain})})
+        await until(lambda report: not leased(report), replica)
+        return before, after
+
+    drafting = settings.model_copy(update={"speculation": "draft"})
+    before, after = run(drafting, scenario)
+    assert len(after) == len(before) > 1
+
+
 PROMPT = RequestDefaults(None, "You are a clerk of the parcel service Quillon. " * 6)
 OWN_TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 

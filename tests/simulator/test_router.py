@@ -21,7 +21,6 @@ SCENARIO = Scenario(
     disk_room=0.3,
     base_share=0.2,
     hot_share=0.2,
-    duration_s=60.0,
     gateways=1,
     status_age_s=0.0,
 )
@@ -100,7 +99,7 @@ class Compared(LeastCostRouter):
 
 @pytest.mark.parametrize("replicas", [2, 6])
 def test_the_simulator_and_a_gateways_fleet_rank_equal_candidates_alike(replicas):
-    scenario, router = replace(SCENARIO, replicas=replicas), Compared()
+    scenario, router = replace(SCENARIO, replicas=replicas, duration_s=120.0 / replicas), Compared()
     fleet = SimulatedFleet(scenario.setup(), scenario.requests())
     fleet.router = router
     fleet.run()

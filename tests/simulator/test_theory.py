@@ -44,7 +44,7 @@ def test_the_same_seed_gives_the_same_run_and_another_gives_another():
     assert len(other.ttft_s) != len(first.ttft_s) or not np.array_equal(other.ttft_s, first.ttft_s)
 
 
-@pytest.mark.parametrize("load", [0.3, 0.7, 0.9])
+@pytest.mark.parametrize("load", [0.3, 0.9])
 def test_prompts_of_one_length_wait_as_in_an_m_d_1_queue(load):
     steps = H200_LLAMA_8B.steps
     lengths = Fixed(steps.step_tokens, 1)  # each prompt has a step of its own
@@ -129,13 +129,13 @@ def test_a_link_carries_loads_one_after_another_and_overlaps_latencies():
 
 
 def test_a_hot_adapter_spreads_and_shrinks_back():
-    scenario = replace(SMALL, replicas=8, hot_share=0.5, duration_s=240.0)
+    scenario = replace(SMALL, replicas=8, hot_share=0.5, duration_s=120.0)
     fleet = fleet_of(scenario)
-    cool = np.flatnonzero((fleet.requests.times_s >= 120.0) & (fleet.requests.adapters == 0))
+    cool = np.flatnonzero((fleet.requests.times_s >= 60.0) & (fleet.requests.adapters == 0))
     for request in cool[cool % 100 != 0].tolist():
         fleet.adapter_of[request] = 1 + request % 199
     copies = []
-    for at_s in (119.0, 239.0):
+    for at_s in (59.0, 119.0):
         fleet.schedule(at_s, lambda _: copies.append(len(fleet.on_gpu[0])))
     fleet.run()
     hot, cooled = copies

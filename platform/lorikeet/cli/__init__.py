@@ -17,7 +17,7 @@ planning/         capacity, bench
 
 from lorikeet.interrupts import killed_by_sigint
 
-with killed_by_sigint():  # the imports take a second
+with killed_by_sigint():  # the imports take a while
     from lorikeet.cli.app import app, main
 
 __all__ = ["app", "main"]

@@ -1,46 +1,104 @@
 """The root command: its subcommands, server address, key, and exit statuses of failures."""
 
-from collections.abc import Callable
+from collections.abc import Iterator, Mapping
+from importlib import import_module
 from importlib.metadata import version
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
+from typer.main import get_command
 
-from lorikeet.cli.adapters.convert import convert
-from lorikeet.cli.adapters.list_and_show import list_adapters, show
-from lorikeet.cli.adapters.parity import parity
-from lorikeet.cli.adapters.pins import pin, pins, unpin
-from lorikeet.cli.adapters.promote import promote, rollback
-from lorikeet.cli.adapters.register import register
-from lorikeet.cli.adapters.retire import restore, retire
-from lorikeet.cli.adapters.smoke import smoke
 from lorikeet.cli.admin_client import DEFAULT_SERVER, AdminClient
-from lorikeet.cli.catalog.gc import gc
-from lorikeet.cli.catalog.init import init
-from lorikeet.cli.catalog.log import log
-from lorikeet.cli.catalog.snapshot import snapshot
 from lorikeet.cli.output import print_error
-from lorikeet.cli.planning import bench
-from lorikeet.cli.planning.capacity import capacity
-from lorikeet.cli.serve.command import ServeCommand, serve, stop
-from lorikeet.cli.service.doctor import doctor
-from lorikeet.cli.service.settings import settings
-from lorikeet.cli.service.status import status
-from lorikeet.cli.service.why import why
-from lorikeet.cli.tenancy import keys, tenants
-from lorikeet.cli.tenancy.usage import usage
 from lorikeet.errors import Conflict, LorikeetError
+from lorikeet.interrupts import killed_by_sigint
 from lorikeet_engine.errors import EngineError
 
+_COMMANDS = {
+    "serve": "serve.command:serve",
+    "register": "adapters.register:register",
+    "list": "adapters.list_and_show:list_adapters",
+    "show": "adapters.list_and_show:show",
+    "promote": "adapters.promote:promote",
+    "rollback": "adapters.promote:rollback",
+    "retire": "adapters.retire:retire",
+    "convert": "adapters.convert:convert",
+    "smoke": "adapters.smoke:smoke",
+    "parity": "adapters.parity:parity",
+    "pin": "adapters.pins:pin",
+    "unpin": "adapters.pins:unpin",
+    "pins": "adapters.pins:pins",
+    "status": "service.status:status",
+    "why": "service.why:why",
+    "usage": "tenancy.usage:usage",
+    "log": "catalog.log:log",
+    "restore": "adapters.retire:restore",
+    "init": "catalog.init:init",
+    "snapshot": "catalog.snapshot:snapshot",
+    "gc": "catalog.gc:gc",
+    "capacity": "planning.capacity:capacity",
+    "doctor": "service.doctor:doctor",
+    "settings": "service.settings:settings",
+    "stop": "serve.stop:stop",
+    "bench": "planning.bench:app",
+    "tenants": "tenancy.tenants:app",
+    "keys": "tenancy.keys:app",
+}
+"""Module and name of each command's function, or of a group's Typer."""
+_CLASSES = {"serve": "serve.command:ServeCommand"}
+"""Module and name of the class of a command that has one of its own."""
 EXIT_FAILED = 1
 EXIT_CONFLICT = 3
+
+
+class _ImportedOnDemand(Mapping[str, Any]):
+    """Commands by name, each imported when it is first asked for: one command needs few of the
+    modules that all need, which take a second to import.
+    """
+
+    def __init__(self) -> None:
+        self._imported: dict[str, Any] = {}
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._imported:
+            self._imported[name] = _import_command(name)
+        return self._imported[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(_COMMANDS)
+
+    def __len__(self) -> int:
+        return len(_COMMANDS)
+
+
+def _import_command(name: str) -> Any:
+    """Return a command or a group of commands. Raises KeyError for an unknown name."""
+    place = _COMMANDS[name]
+    with killed_by_sigint():
+        found = _import(place)
+        cls = _import(_CLASSES[name]) if name in _CLASSES else None
+    only = typer.Typer(rich_markup_mode="markdown", add_completion=False)
+    if isinstance(found, typer.Typer):
+        only.add_typer(found, name=name)
+        return get_command(only).commands[name]  # type: ignore[attr-defined]
+    only.command(name, cls=cls)(found)
+    return get_command(only)
+
+
+def _import(place: str) -> Any:
+    module, _, name = place.partition(":")
+    return getattr(import_module(f"lorikeet.cli.{module}"), name)
 
 
 class _Commands(TyperGroup):
     """Command group that turns errors of the platform and the engine into a line on stderr and an
     exit status.
     """
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
+        self.commands = _ImportedOnDemand()  # type: ignore[assignment]  # nothing is added
 
     def invoke(self, ctx: typer.Context) -> object:  # type: ignore[override]  # typer's own click
         try:
@@ -89,20 +147,6 @@ def connect(
     Example: `lorikeet register ./my-adapter acme/support --promote`
     """
     ctx.obj = AdminClient(server, key)
-
-
-_COMMANDS: tuple[Callable[..., None], ...] = (
-    *(show, promote, rollback, retire, convert, smoke, parity, pin, unpin, pins, status, why),
-    *(usage, log, restore, init, snapshot, gc, capacity, doctor, settings, stop),
-)
-app.command(cls=ServeCommand)(serve)
-app.command()(register)
-app.command("list")(list_adapters)
-for command in _COMMANDS:
-    app.command()(command)
-app.add_typer(bench.app, name="bench")
-app.add_typer(tenants.app, name="tenants")
-app.add_typer(keys.app, name="keys")
 
 
 def main() -> None:

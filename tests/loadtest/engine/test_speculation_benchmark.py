@@ -18,10 +18,11 @@ PLAIN = Work("2 plain", 60, 20, adapters=2, requests=2)
 
 
 @pytest.fixture
-def engine(tmp_path, monkeypatch):
+def engine(tmp_path, monkeypatch, request):
     monkeypatch.setattr(speculation, "TURNS", 1)
     monkeypatch.setattr(draft_budget, "_LEAST_GAIN", 0.0)
-    settings = replace(SETTINGS, speculation="lookup", max_running=16)
+    source = getattr(request, "param", "lookup")
+    settings = replace(SETTINGS, speculation=source, max_running=16)
     with given_costs():
         engine = tiny_engine(tmp_path, adapters=2, room=2, settings=settings)
     yield engine
@@ -40,6 +41,13 @@ def test_extractions_take_fewer_steps_than_tokens(engine, capsys, monkeypatch):
     monkeypatch.setattr(speculation.GivenTokens, "sample", Sampler.sample)
     with pytest.raises(AssertionError, match="speculation changed the answer"):
         speculation.measure(engine, PLAIN)
+
+
+@pytest.mark.parametrize("engine", ["draft"], indirect=True)
+def test_a_draft_lora_has_the_given_acceptance(engine):
+    (plain,) = speculation.measure_all(engine, [PLAIN])
+    assert 1.4 < plain.tokens_a_step < 4.0
+    assert 0.2 < plain.accepted < 1.0
 
 
 def test_a_text_copies_the_given_share_of_its_tokens():

@@ -1,4 +1,4 @@
-"""The commands serve and stop: run the service on this machine, and end it."""
+"""The command serve: runs the service on this machine."""
 
 import os
 import shlex
@@ -13,7 +13,7 @@ from typer.core import TyperCommand
 
 from lorikeet.cli.admin_client import AdminClient
 from lorikeet.cli.arguments import parse_tenant
-from lorikeet.cli.output import AsJson, print_answer, print_json, print_line
+from lorikeet.cli.output import AsJson, print_json, print_line
 from lorikeet.cli.serve.adapters import (
     CheckedAdapter,
     GivenAdapter,
@@ -33,7 +33,7 @@ from lorikeet.cli.serve.greeting import (
 from lorikeet.cli.serve.keys import KeyFiles, keys_folder, open_or_make_catalog
 from lorikeet.cli.serve.options import MODELS, takes_settings
 from lorikeet.cli.serve.run import INTERRUPTED, Planned, Prepared, run_service
-from lorikeet.cli.serve.running import STATE, is_ready, stop_service
+from lorikeet.cli.serve.running import STATE, is_ready
 from lorikeet.settings import PREFIX, Settings
 from lorikeet_engine.adapter_format import AdapterLimits
 
@@ -144,16 +144,6 @@ def serve(
         raise typer.Exit(_start_detached())
     own = OwnService(named, tenant, as_json=as_json)
     raise typer.Exit(run_service(environ, own.prepare))
-
-
-def stop(as_json: AsJson = False) -> None:
-    """Stop the service that `lorikeet serve` started in this folder.
-
-    Example: `lorikeet stop`
-    """
-    ran = stop_service()
-    text = "Stopped." if ran else "No service of this folder runs."
-    print_answer({"stopped": ran}, text, as_json)
 
 
 class OwnService:
