@@ -22,8 +22,11 @@ The decodes of such a step have attention kernels of their own.
 """
 
 
-MOST_DRAFTED = 8
-"""Maximum number of drafted tokens of a sequence in a step (scheduling/draft_budget.py)."""
+MOST_DRAFTED = 23
+"""Maximum number of drafted tokens of a sequence in a step (scheduling/draft_budget.py).
+
+One more is a size to which steps are padded.
+"""
 LEAST_DRAFT_GAIN = 1.1
 """Multiple of tokens per second that drafts must gain; less might be an error of the estimate."""
 DRAFT_GAP_S = 1e-3

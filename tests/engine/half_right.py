@@ -50,5 +50,4 @@ def draft_half_right(
         return sequence.lookup  # type: ignore[return-value]
 
     patch.setattr(draft_budget, "_LEAST_GAIN", 0.0)
-    patch.setattr(draft_budget, "_LONGEST", 1e9)
     patch.setattr(Sequence, "begin_lookup", begin_lookup)

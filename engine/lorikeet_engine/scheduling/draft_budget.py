@@ -18,7 +18,7 @@ tokens a second. If there are others, whose next step does not wait, they get
 
     (2 N − D + E) / (step_s(N + K) + step_s(N))
 
-and the step with drafts may take only little longer than without.
+The inter-token goal, if one is set, bounds the time of the step with drafts.
 
 In a model with delta nets, a rejected token spoils the state. The state before the step is copied,
 and the next step computes the step's tokens up to the first rejected one again. On CUDA, both steps
@@ -51,11 +51,12 @@ from lorikeet_engine.scheduling.forced_budget import ForcedPieces
 from lorikeet_engine.scheduling.recent_answers import RecentAnswers
 from lorikeet_engine.scheduling.sequence import AdapterLease, Chunk, Sequence
 
+MOST_NOISE = 8
+"""Maximum number of noise tokens behind a sequence in a step."""
+
 # Acceptance below which no draft is made.
 _LEAST_ACCEPTANCE = 0.25
 _LEAST_GAIN = LEAST_DRAFT_GAIN
-# Longest time of a step with drafts beside sequences without, relative to the step without drafts.
-_LONGEST = 1.04
 _GAP_S = DRAFT_GAP_S
 # Steps in which nothing is predicted after a prediction that led to no draft.
 _PAUSES: dict[DraftSource | None, int] = {DraftSource.MTP: 8, DraftSource.DRAFT: 32}
@@ -213,7 +214,7 @@ class DraftBudget:
         rows = sum(chunk.length for chunk in chunks)
         known = [s.lookup.predictor_acceptance for s in sequences if s.lookup is not None]
         acceptance = fmean(known) if known else 1.0
-        most = min(MOST_DRAFTED, (room - rows + count) // count)
+        most = min(MOST_NOISE, (room - rows + count) // count)
         self._predicts = self._best_noise(sequences, acceptance, most)
         if not self._predicts and self._best_noise(sequences, 1.0, most):
             self._predicts = 1
@@ -315,7 +316,7 @@ class DraftBudget:
                 counts[draft.sequence] = counts.get(draft.sequence, 0) + 1
                 expected += odds
             begin, step_s = end, self._step_s(count, end, context)
-            if step_s > self._longest_s or (not together and step_s > _LONGEST * plain_s):
+            if step_s > self._longest_s:
                 break
             if not together:
                 drafting = sum(made[sequence] for sequence in counts)
