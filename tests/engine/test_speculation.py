@@ -280,7 +280,7 @@ def test_a_repetition_takes_few_steps(make, eager):
     assert answers.of("r") == [7] * TOKENS
     steps = answers.outputs["r", 0][-1].timings.steps
     assert steps == len(witness.batches) < 14
-    assert max(map(max, map(lengths, witness.batches[1:]))) == 1 + MOST_DRAFTED
+    assert 9 < max(map(max, map(lengths, witness.batches[1:]))) <= 1 + MOST_DRAFTED
     assert sum(len(output.token_ids) for output in answers.outputs["r", 0]) == TOKENS
     status = engine.status()
     assert status.output_tokens == TOKENS
