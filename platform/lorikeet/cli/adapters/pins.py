@@ -251,7 +251,7 @@ def _prompt(prompt: dict[str, Any] | None) -> str | None:
 def _row(pin: dict[str, Any], *, has_prompts: bool) -> list[Any]:
     return [
         _label(pin),
-        pin["tier"] + ", drafts" * pin["draft"],
+        pin["tier"] + ", drafts" * pin.get("draft", False),  # 0.1.0 has none
         "all" if pin["replicas"] is None else pin["replicas"],
         pin["priority"],
         show_size(pin["image_bytes"]),
