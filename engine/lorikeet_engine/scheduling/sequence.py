@@ -495,7 +495,9 @@ class Chunk(NamedTuple):
         mean.
         """
         pooling = self.sequence.request.pools
-        return pooling is not None and (self.completes or pooling is Pooling.MEAN)
+        if pooling is None or self.draft is not None:
+            return False
+        return self.completes or pooling is Pooling.MEAN
 
     @property
     def lease(self) -> AdapterLease | None:
