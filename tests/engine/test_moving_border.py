@@ -3,17 +3,16 @@
 test_random_traffic.py moves it in random traffic; memory that moves away is spoilt on a CPU.
 """
 
+import itertools
 import random
 from dataclasses import replace
 
 import pytest
-import torch
 
-from lorikeet_engine.device.border_memory import BorderUnit
+from lorikeet_engine.device.border_memory import BorderMemory, BorderUnit
 from lorikeet_engine.execution import assembly, border
 from lorikeet_engine.execution.memory_plan import plan_memory
 from lorikeet_engine.models.config import ModelConfig
-from lorikeet_engine.residency.gpu import arena as arena_module
 from lorikeet_engine.scheduling.border_policy import BorderPolicy
 from lorikeet_engine.scheduling.page_pool import PagePool
 from tests.engine.blobs import Shelf
@@ -91,6 +90,32 @@ def test_adapters_borrow_by_demand_and_keep_it_while_pages_need_nothing(
     engine.close()
 
 
+def test_after_a_move_that_fails_the_border_stays_and_sequences_keep_all_other_pages(
+    refs, shelf, tiny_checkpoints, tmp_path, monkeypatch, caplog
+):
+    move, calls = BorderMemory._move, itertools.count()
+
+    def fail_after_two(memory, wanted):
+        if next(calls) >= 2:
+            raise RuntimeError("cuMemMap failed with CUDA driver error 999")
+        move(memory, wanted)
+
+    monkeypatch.setattr(BorderMemory, "_move", fail_after_two)
+    monkeypatch.setattr(border, "EVERY_S", 0)
+    monkeypatch.setattr(BorderPolicy, "decide", lambda *_: 8)
+    moving = {"moving_border": True, "adapter_gpu_bytes": 1}
+    engine = build(tiny_checkpoints["llama"], shelf, tmp_path / "b", **SIZES, **moving)
+    assert len(answers_of(engine, refs)) == REQUESTS
+    status = engine.status()
+    now = status.border
+    assert "cuMemMap failed" in caplog.text
+    assert (now.to_adapters, now.moving) == (2, 0)
+    assert now.lent_units > 2
+    units = now.kv_units + now.lent_units
+    assert status.live.kv_pages_total == SIZES["kv_pages"] * now.kv_units // units
+    engine.close()
+
+
 def test_the_border_stays_where_memory_cannot_move(
     refs, shelf, tiny_checkpoints, tmp_path, monkeypatch
 ):
@@ -132,12 +157,3 @@ def test_withdrawn_pages_leave_the_cache_and_go_once_nobody_has_them():
     pool.restore(range(3))
     assert (pool.pages, pool.free) == (6, 3)
     assert sorted(pool.take(3)) == [0, 1, 2]
-
-
-def test_images_move_up_and_down_unless_the_ranges_overlap():
-    weights = arena_module.LoraWeights(torch.arange(32.0), torch.zeros(1, 1, 1, 3).long())
-    device_arena = arena_module.DeviceArena(weights, torch.device("cpu"))
-    device_arena.run(arena_module.Compact((arena_module.Move(0, 20, 8),), ()))
-    assert weights.arena[20:28].tolist() == list(range(8))
-    device_arena.run(arena_module.Compact((arena_module.Move(20, 16, 8),), ()))
-    assert weights.arena[16:24].tolist() == list(range(8))
