@@ -42,7 +42,7 @@ from lorikeet_engine.telemetry.status import BorderUsage
 
 log = logging.getLogger(__name__)
 
-_FIRST_NUMBER = 1 << 62  # of moves in reports, apart from those of copies
+_FIRST_NUMBER = 1 << 62  # of moves in reports; copies have smaller numbers
 _CANDIDATES = 32  # units of KV pages among which the one with the fewest used pages is chosen
 _MOST_DRAINING = 8  # units of KV pages that are withdrawn while sequences still have pages there
 
