@@ -59,8 +59,9 @@ class Tiers:
     The tiers are remote, disk, host and GPU. A blob is an adapter's file; an image is the adapter
     packed for the GPU.
 
-    For the engine's thread only: rank, loaded_at_s, request, lease, advance and close. Any thread
-    may call the other methods, but `moved` only one thread at a time.
+    For the engine's thread only: rank, loaded_at_s, request, lease, advance, take_missed_s,
+    extend_arena, cut_arena and close. Any thread may call the other methods, but `moved` only one
+    thread at a time.
 
     weights: the GPU's tensors for adapters, which stay the same as long as the engine runs.
     arena: manager of the GPU's arena, which is one of the tensors in `weights`.
@@ -178,7 +179,9 @@ class Tiers:
         self._gpu.extend(size // self.weights.arena.itemsize)
 
     def cut_arena(self, size: int) -> bool:
-        """Use the arena's last `size` bytes no more, once the steps launched so far have ended.
+        """Empty the arena's last `size` bytes, and give them to no adapter from now on.
+
+        The steps launched so far may still read them.
 
         Returns False if leases, guards and pins leave too little room.
         """
@@ -444,7 +447,7 @@ class Tiers:
             )
 
     def _wake(self) -> None:
-        """Have the next `advance` work, and the engine call it. Any thread may call this."""
+        """Let the engine call `advance`, which then looks for work. Any thread may call this."""
         self._has_work = True
         self._on_work()
 
