@@ -178,9 +178,11 @@ class HostedTraffic(OverlappedTraffic):
         host[slot % len(host), word] += 1
 
     def teardown(self):
-        super().teardown()
-        if hasattr(self, "patch"):
-            self.patch.undo()
+        try:
+            super().teardown()
+        finally:
+            if hasattr(self, "patch"):
+                self.patch.undo()
 
 
 class DraftedTraffic(OverlappedTraffic):
@@ -203,9 +205,11 @@ class DraftedTraffic(OverlappedTraffic):
         super().begin(running, spare, kv_pages, places)
 
     def teardown(self):
-        super().teardown()
-        if hasattr(self, "patch"):
-            self.patch.undo()
+        try:
+            super().teardown()
+        finally:
+            if hasattr(self, "patch"):
+                self.patch.undo()
 
 
 class NoisyTraffic(DraftedTraffic):
@@ -293,9 +297,11 @@ class StatefulTraffic(Traffic):
         super().begin(running, spare, kv_pages, places)
 
     def teardown(self):
-        super().teardown()
-        if hasattr(self, "patch"):
-            self.patch.undo()
+        try:
+            super().teardown()
+        finally:
+            if hasattr(self, "patch"):
+                self.patch.undo()
 
 
 class BorderTraffic(HostedTraffic):
@@ -352,7 +358,9 @@ class TestDraftedTraffic(DraftedTraffic.TestCase):
 
 
 class TestNoisyTraffic(NoisyTraffic.TestCase):
-    settings = settings(max_examples=12, stateful_step_count=40, deadline=None)
+    settings = settings(
+        max_examples=12, stateful_step_count=40, deadline=None, derandomize=True, database=None
+    )
 
 
 class TestDraftedStates(DraftedStates.TestCase):
