@@ -65,9 +65,9 @@ class StepCosts:
     windowed: fraction of the layers that have a sliding window, from 0 to 1.
     prompt_seen_s: seconds for each token that a prompt token attends to, in all layers together.
     pieces_s: additional seconds of a step whose prompt tokens together attend to SEEN_IN_PIECES
-        tokens or more, so that it runs as several CUDA graphs. If they attend to fewer, a
-        proportional part of pieces_s is added, since a single graph reads keys again for each
-        token.
+        tokens or more: it runs as several CUDA graphs. Of a step whose prompt tokens attend to n
+        tokens, fewer than that, n / SEEN_IN_PIECES of pieces_s: it runs as a single graph, which
+        reads keys again for each token.
     split_s: additional seconds of a step that has decodes and whose prompt tokens together attend
         to SEEN_TO_SPLIT tokens or more.
     lora_s: additional seconds of a step with adapters.

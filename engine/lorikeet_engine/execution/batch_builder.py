@@ -276,8 +276,9 @@ def build_step_input(
     chunks: chunks to compute, in the order of divide_by_adapter.
     windows: attention window of each group of layers; None for a group that attends to all tokens.
 
-    Logits are computed for each chunk from which its sequence's next token is sampled, in the order
-    of the chunks: of its last `Chunk.rows` tokens. The logits of all noise follow.
+    Logits are computed for the last `Chunk.rows` tokens of each chunk from which its sequence's
+    next token is sampled, in the order of the chunks, then for all noise tokens: random tokens
+    from which a draft LoRA predicts (scheduling/draft_budget.py).
     """
     rows = np.array([chunk.rows for chunk in chunks], np.int64)  # rows of logits, by chunk
     computed = np.array([chunk.start for chunk in chunks], np.int64)

@@ -60,12 +60,14 @@ def measure_step_costs(
 
     kv_pages: number of the runner's KV pages; they are empty before and after this call.
     arena: the runner's GPU memory of adapters; it is empty before and after this call.
-    elements: elements of the arena that are there.
+    elements: number of the arena's elements that have memory, from its start.
     shape: part of the base model that this process computes.
 
     Where contexts are too short to measure the cost of attention, that cost keeps its default.
     Where an adapter of rank 1 on all linears does not fit into the arena, the costs of adapters
-    keep their defaults. In that case, raises SettingsError if inter_token_goal_s is set.
+    keep their defaults.
+
+    Raises SettingsError in the latter case if inter_token_goal_s is set.
     """
     steps = StepTimer(runner, kv_pages, settings)
     dummies = _DummyAdapters.that_fit(elements, shape, settings)
@@ -237,8 +239,8 @@ class _DummyAdapters:
 
     The adapters share no weights, so that a step reads each from memory.
 
-    rows: [count, layers, linears, 3], each adapter's offsets of A and B in the arena, and rank,
-        without lm_head.
+    rows: [count, layers, linears, 3], each adapter's offsets of A and B in the arena, and its rank,
+        for each linear but lm_head.
     rank: rank of each adapter on each linear.
     """
 

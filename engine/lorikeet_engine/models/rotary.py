@@ -183,8 +183,9 @@ def rope_configs(
 
 
 def yarn_score_gain(raw: Mapping[str, Any], family: Family) -> float:
-    """Return the factor of attention scores that config.json's RoPE section adds: DeepSeek's YaRN
-    multiplies queries and keys by a factor apart from that of their cosines and sines.
+    """Return the factor by which config.json's RoPE section multiplies attention scores.
+
+    It is DeepSeek's YaRN that does so, in addition to the factor of cosines and sines; 1 without.
 
     raw: content of config.json.
     """
@@ -356,7 +357,9 @@ def _original_context(raw: Mapping[str, Any], rope: Mapping[str, Any]) -> int:
 def _query_scaling(
     raw: Mapping[str, Any], family: Family, name: str, rope: Mapping[str, Any], context: int
 ) -> QueryScaling | None:
-    """Parse the growth of queries; None if all queries within `context` are multiplied by 1.
+    """Parse the factors of queries that grow with their position, as in Llama 4 and Ministral 3.
+
+    Returns None if the factor is 1 at all positions within `context`.
 
     raw: content of config.json.
     name: name of its RoPE section, for errors.
@@ -425,7 +428,7 @@ def _longrope(
     The long factors are used for all sequences if the engine serves more than the original context;
     transformers instead switches as a sequence grows.
 
-    rope: content of its RoPE section.
+    raw: content of config.json. rope: content of its RoPE section.
     plain: the rotary embedding without scaling.
     context: maximum number of tokens of a context that the engine serves.
     """

@@ -178,7 +178,9 @@ class Tiers:
         self._gpu.extend(size // self.weights.arena.itemsize)
 
     def cut_arena(self, size: int) -> bool:
-        """Use the arena's last `size` bytes no more, once the steps launched so far have ended.
+        """Empty the arena's last `size` bytes, and give them to no adapter from now on.
+
+        The steps launched so far may still read them.
 
         Returns False if leases, guards and pins leave too little room.
         """
@@ -444,7 +446,7 @@ class Tiers:
             )
 
     def _wake(self) -> None:
-        """Have the next `advance` work, and the engine call it. Any thread may call this."""
+        """Let the engine call `advance`, which then looks for work. Any thread may call this."""
         self._has_work = True
         self._on_work()
 

@@ -208,7 +208,10 @@ class DraftBudget:
     def _noise_counts(self, chunks: list[Chunk], room: int) -> list[int]:
         """Return the number of noise tokens behind each chunk of a step; [] for none.
 
-        If the draft LoRA has been wrong too often, it is tried with one token.
+        Noise are random tokens from which the draft LoRA predicts. If it has been wrong too often,
+        it is tried with one token behind each chunk.
+
+        room: as in `predicts`.
         """
         sequences, count = [chunk.sequence for chunk in chunks], len(chunks)
         rows = sum(chunk.length for chunk in chunks)

@@ -102,8 +102,9 @@ class OvertakeCount:
     Sequences are counted only while other adapters keep the waiting sequence from beginning.
 
     count: the number at the last update.
-    begun: number of sequences with adapters that had begun since the engine's start, at the last
-        update. None while the sequence waits for another reason.
+    begun: number of all sequences with adapters that the engine had begun by the last update; the
+        next update counts those begun after it. None while anything else keeps the sequence
+        waiting.
     """
 
     count: int = 0
@@ -491,9 +492,7 @@ class Chunk(NamedTuple):
 
     @property
     def pools(self) -> bool:
-        """Whether the chunk ends a prompt that is to be pooled, or has tokens of a prompt's
-        mean.
-        """
+        """Whether the chunk ends a prompt that is pooled, or has tokens whose mean is taken."""
         pooling = self.sequence.request.pools
         return pooling is not None and (self.completes or pooling is Pooling.MEAN)
 

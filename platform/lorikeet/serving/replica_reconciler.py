@@ -53,17 +53,17 @@ class ReplicaReconciler:
 
     @property
     def replicas(self) -> ReplicaCount:
-        """Minimum number of replicas, and number of replicas that report, with their learned
-        prompts.
+        """Minimum number of replicas, number of those that report, and number of prompts that they
+        have learned.
         """
         learned = sum(len(each.learned) for each in self._decisions.values())
         return ReplicaCount(self._min_replicas, len(self.reports), learned)
 
     async def survey(self) -> None:
-        """Collect all replicas' reports, once a minute what their prompts begin with, and note for
-        `decide` whether the fleet may soon shrink.
+        """Collect the replicas' reports; note for `decide` whether the fleet may soon shrink.
 
         It may if it is autoscaled, has more than its minimum of replicas, and their load allows it.
+        Once a minute, collect also what the prompts of the replicas' adapters begin with.
         """
         self.reports = self._responding.update(await broadcast(self._engine, "report"))
         if self._learns and (now_s := time.monotonic()) >= self._learn_due_s:

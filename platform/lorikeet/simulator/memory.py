@@ -238,8 +238,8 @@ class ByteLru:
 class SystemPrompts:
     """Adapters' system prompts in a replica's KV cache, and in host memory behind it.
 
-    A prompt that requests use stays in the KV cache. Others leave it for the host, and the host, in
-    the order of their last use.
+    A prompt that requests use stays in the KV cache. If there is no room, the least recently used
+    of the others goes to the host, and the least recently used prompt there is dropped.
     """
 
     def __init__(self, tokens: Sequence[int], host_tokens: int) -> None:

@@ -297,7 +297,7 @@ class SimulatedReplica:
             self._fleet.schedule(next_s, partial(self._step, self._next_step))
 
     def _decodes_per_s(self) -> float:
-        """Return the tokens per second of each decode, with drafts if no request waits."""
+        """Return each decoding request's tokens per second, with drafts if no request waits."""
         status = self.status
         acceptance = 0.0 if self.queue else self._fleet.setup.acceptance
         at_once = status.running, status.ranks, status.context

@@ -573,9 +573,10 @@ def check_context(call: Call, prompts: Sequence[Sequence[int]], max_context: int
 
 
 def check_begun_answer(call: Call, thinking: Thinking, tags: ThinkTags) -> None:
-    """Raise InvalidInput if an answer that continues a message must have a format.
+    """Raise InvalidInput if an answer with a format would continue the text of a message.
 
-    A grammar describes whole answers, and would begin anew behind the message.
+    A grammar describes whole answers, and would begin anew behind that text. A message that ends
+    within the model's thoughts, or right behind them, has no such text.
 
     thinking: whether the model, at the end of the prompt, never thinks, may begin to or has begun.
     tags: the model's tags of thinking.

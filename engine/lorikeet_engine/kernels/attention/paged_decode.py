@@ -128,8 +128,9 @@ class PagedDecode:
 def workspace_bytes(shape: AttentionShape, tokens: int) -> int:
     """Return the bytes that the partial results of a step of `tokens` query tokens need.
 
-    There is one for each item, a piece of the tokens that a query token attends to. For each query
-    head, it has a value of float32 and the log2 of the sum of exponentials.
+    The tokens that a query token attends to are cut into pieces. Each piece has a partial result
+    for each query head: a weighted sum of values, float32 [head_dim], and the log2 of the sum of
+    exponentials.
     """
     return 4 * _capacity(shape, tokens) * shape.heads * (shape.value_dim + 1)
 

@@ -69,12 +69,12 @@ def members_at(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def ranks_at(found: tl.tuple, k: tl.tensor, width: tl.tensor) -> tl.tuple:
-    """Find ranks of added adapters → (element of the arena at which each begins, weight of its
-    adapter, whether it exists).
+    """Find where rows of A, or columns of B, of a sum of adapters lie → (element of the arena at
+    which each begins, weight of its adapter, whether it exists).
 
     found: the adapters, from `members_at`.
-    k: indices of the ranks.
-    width: elements of a rank.
+    k: indices of rows or columns, counted over all adapters one after the other.
+    width: elements of a row or column.
 
     A decode's program is short, so each instruction per rank and adapter counts: this is one
     comparison, one choice and one maximum.

@@ -185,7 +185,7 @@ def _down(
     block: tl.constexpr,
     summed: tl.constexpr,
 ) -> None:
-    """Compute some elements of the weighted sum of the outputs of all the token's experts.
+    """Compute `rows` elements of the weighted sum of the outputs of the token's experts.
 
     x, weight: input of each of the token's experts, and weights of all experts. y: result.
     chosen, shares: the token's experts, and their weights in the sum.

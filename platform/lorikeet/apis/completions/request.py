@@ -13,8 +13,9 @@ _Count = Annotated[int, Field(ge=0, le=5)]
 
 
 def _parse_logprobs(value: object) -> object:
-    """Parse the field logprobs, a number. True, which chats use, means 0: logprobs of the answer's
-    own tokens only.
+    """Return the field logprobs with a number in place of a bool, which chats use.
+
+    True: 0, log probabilities of the answer's own tokens alone. False: None.
     """
     if isinstance(value, bool):
         return 0 if value else None

@@ -105,7 +105,7 @@ def rotate_key(
 def revoke_key(state: CatalogState, key_id: str) -> Changes:
     """Return the changes that revoke a key.
 
-    Raises UnknownKey, and Conflict for the last admin's key without expiry.
+    Raises UnknownKey, and Conflict if no other admin key without an expiry date would be left.
     """
     if state.key(key_id).revoked:
         return ()
