@@ -237,6 +237,20 @@ class NoisyTraffic(DraftedTraffic):
         elif not pinned and engine._drafts:
             engine.unpin(draft.digest)
 
+    @rule(
+        prompts=st.lists(st.sampled_from(PROMPTS), min_size=1, max_size=3),
+        sampling=st.sampled_from(SAMPLINGS),
+        adapter=st.sampled_from((None, GOOD)),
+        times=st.sampled_from((3, 9, 20)),
+    )
+    def answer_alone(self, prompts, sampling, adapter, times):
+        """While others wait, nothing is predicted."""
+        self.checked.drain_requests()
+        for prompt in prompts:
+            self.checked.submit(prompt, sampling=sampling, adapter=adapter)
+        self.checked.load()
+        self.step(times)
+
 
 class DraftedStates(DraftedTraffic):
     """Drafted traffic of a model whose states go back where drafted tokens are rejected."""
