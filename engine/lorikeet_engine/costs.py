@@ -25,7 +25,7 @@ The decodes of such a step have attention kernels of their own.
 MOST_DRAFTED = 23
 """Maximum number of drafted tokens of a sequence in a step (scheduling/draft_budget.py).
 
-One more is a size to which steps are padded.
+With the sequence's last token, they fill a step of 24 tokens, one of the CUDA graphs' sizes.
 """
 LEAST_DRAFT_GAIN = 1.1
 """Multiple of tokens per second that drafts must gain; less might be an error of the estimate."""
@@ -165,7 +165,8 @@ class StepCosts:
     ) -> float:
         """Return the tokens per second that each decode gets in steps of decodes alone.
 
-        All have drafts where these pay (speculative decoding).
+        Where it pays, all decodes draft as many tokens as yield most, up to MOST_DRAFTED, as
+        lookups find them; what an MTP head or a draft LoRA costs is not counted.
 
         decodes: number of decodes.
         ranks, context: as in `step_s`.
@@ -173,8 +174,8 @@ class StepCosts:
         """
         best = 1 / self.step_s(decodes, ranks, context)
         least, expected = LEAST_DRAFT_GAIN * best, 1.0
-        room = (self.max_running - decodes) // decodes
-        for drafted in range(1, 1 + min(MOST_DRAFTED, room) if acceptance else 1):
+        most = min(MOST_DRAFTED, (self.max_running - decodes) // decodes) if acceptance else 0
+        for drafted in range(1, 1 + most):
             expected += acceptance**drafted
             rows, seen = decodes * (1 + drafted), round(drafted * context)
             step_s = self.step_s(rows, ranks, context, seen=seen)

@@ -90,7 +90,7 @@ class Engine:
         self._input_processor = InputProcessor(self.info, settings.page_size, grammars)
         self._sampler, self._step_budget = parts.sampler, parts.step_budget
         self._in_flight: steps.InFlightStep | None = None
-        self._draft: AdapterRef | None = None  # the draft LoRA
+        self._drafts: tuple[AdapterRef, ...] = ()  # pinned draft LoRAs, the last pinned one last
         self._leased_draft: str | None = None  # digest of the draft LoRA that the engine leases
         self._counters = StepCounters()
         self._border = parts.border
@@ -212,21 +212,18 @@ class Engine:
 
         passing: whether the pin is temporary, so that the adapter's image, its packed weights, is
             not written to the disk.
-        draft: whether the adapter drafts tokens of all answers from now on, if the settings say
-            speculation=draft, in place of an earlier one.
+        draft: whether the adapter drafts tokens of all answers, if the settings say
+            speculation=draft. Of several such adapters, the last pinned one drafts.
         """
         self._tiers.pin(ref, tier, passing)
-        if draft:
-            self._draft = ref
-        elif self._draft is not None and self._draft.digest == ref.digest:
-            self._draft = None
+        others = tuple(each for each in self._drafts if each.digest != ref.digest)
+        self._drafts = (*others, ref) if draft else others
         self.wake()
 
     def unpin(self, digest: str) -> None:
         """Remove an adapter's pin, so that the adapter may be evicted."""
         self._tiers.unpin(digest)
-        if self._draft is not None and self._draft.digest == digest:
-            self._draft = None
+        self._drafts = tuple(each for each in self._drafts if each.digest != digest)
         self.wake()
 
     def keep_prompts(self, names: Collection[str]) -> Collection[str] | None:
@@ -417,7 +414,8 @@ class Engine:
 
     def _lease_draft(self) -> None:
         """Draft with the pinned draft LoRA once it is on the GPU, and no longer with another."""
-        budget, ref = self._parts.draft_budget, self._draft
+        budget, drafts = self._parts.draft_budget, self._drafts
+        ref = drafts[-1] if drafts else None
         wanted = None if ref is None else ref.digest
         if budget is None or self._settings.speculation != "draft" or wanted == self._leased_draft:
             return

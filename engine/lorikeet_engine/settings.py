@@ -51,9 +51,9 @@ class EngineSettings:
         memory that the base model's weights leave free on the device.
     moving_border: whether the adapters borrow memory from the KV cache while they need it more
         (execution/border.py); adapter_gpu_bytes is then what they have at least.
-    inter_token_goal_s: goal for the seconds of a step with decodes. It limits the step's prompt
-        tokens and the sum of its adapters' ranks, but always allows one adapter and 128 prompt
-        tokens. None: no goal.
+    inter_token_goal_s: goal for the seconds of a step with decodes. It limits the step's prompt and
+        drafted tokens and the sum of its adapters' ranks, but always allows one adapter and 128
+        prompt tokens. None: no goal; steps with drafts are as long as yields most tokens a second.
     overlap: launch a step before the tokens of the previous step are read, so that a GPU need not
         wait for the host. A CPU gains nothing, and each token waits for one more step.
     speculation: `lookup` drafts tokens of answers that repeat their prompts, themselves or recent

@@ -48,7 +48,8 @@ class Row:
 def measure(engine: Engine, work: Work, without: Work) -> Row:
     """Check some scores, then time both sets of requests by turns.
 
-    work: requests for adapters with heads. without: as many for adapters without.
+    work: requests for adapters with heads.
+    without: as many requests for adapters without.
 
     Raises AssertionError if scores depend on the other requests of a step.
     """

@@ -290,8 +290,8 @@ class Settings(BaseModel):
         gt=0,
         allow_inf_nan=False,
         description="goal for the milliseconds between two tokens: bounds the ranks of a step's "
-        "adapters and the prompt tokens beside decodes, but one adapter always runs; not set: no "
-        "goal",
+        "adapters, the prompt tokens beside decodes and the drafted tokens, but one adapter always "
+        "runs; not set: no goal",
     )
     speculation: Literal["off", "lookup", "mtp", "draft"] = Field(
         "off",

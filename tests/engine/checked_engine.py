@@ -190,6 +190,8 @@ class CheckedEngine:
         self.drain_requests()
         while self.fetches.work:
             self.fetch()
+        for draft in self.engine._drafts:
+            self.engine.unpin(draft.digest)
         self.step()  # an abort takes effect in the next step
         live = self.engine.status().live
         assert (live.running, live.waiting, live.kv_pages_used) == (0, 0, 0)
@@ -274,6 +276,8 @@ class CheckedEngine:
         assert waiting.issuperset(s.status for s in scheduler.waiting)
         sequences = (*scheduler.running, *scheduler.waiting)
         leases = Counter(s.adapter.digest for s in sequences if s.adapter and s.lease)
+        if (draft := self.engine._leased_draft) is not None:
+            leases[draft] += 1
         assert leases == {a.digest: a.leases for a in self.engine.adapters() if a.leases}
         assert all(s.lease for s in scheduler.running if s.adapter)
         self._check_states(scheduler.running)
@@ -317,7 +321,7 @@ class CheckedEngine:
         flight.
         """
         needs, kv = self.engine._cache._needs, sequence.kv
-        drafted = MOST_DRAFTED if sequence.lookup else 0
+        drafted = MOST_DRAFTED if sequence.lookup or self.engine._leased_draft else 0
         return needs.window_pages + needs.pages_for(kv.computed - kv.written + drafted)
 
 

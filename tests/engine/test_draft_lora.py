@@ -5,7 +5,7 @@ import shutil
 import pytest
 from safetensors.torch import load_file, save_file
 
-from lorikeet_engine.adapter import Residency
+from lorikeet_engine.adapter import Pooling, Residency
 from lorikeet_engine.errors import SettingsError
 from lorikeet_engine.request import DraftSource, Request, SamplingParams
 from lorikeet_engine.scheduling import draft_budget
@@ -22,6 +22,7 @@ from tests.engine.engine_driver import (
 )
 from tests.engine.peft_adapters import save_adapter
 from tests.engine.sampling.draws import assert_drawn_alike
+from tests.engine.test_embeddings import embedding
 from tests.engine.test_speculation import WAYS, sampling
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -171,6 +172,39 @@ def test_without_the_draft_lora_on_the_gpu_nothing_is_drafted(make, alone):
     answers.all()
     assert counts(answers.engine)[1] > 0
     assert answers.of("a") == answers.of("b")
+
+
+def test_of_two_pinned_draft_loras_the_last_one_drafts(make, shelf, repeating, tmp_path):
+    answers, first = make()
+    folder = save_adapter(repeating("llama"), tmp_path / "b", 8, r=6, target_modules=["o_proj"])
+    second, engine = shelf.add(folder, "second"), answers.engine
+
+    def leased():
+        answers.step()
+        return [row.digest for row in engine.adapters() if row.leases]
+
+    engine.pin(second, draft=True)
+    answers.until(lambda: leased() == [second.digest])
+    engine.unpin(second.digest)
+    assert leased() == [first.digest]
+
+
+@pytest.mark.parametrize("pooling", Pooling)
+def test_prompts_are_pooled_beside_noise(pooling, make, alone):
+    """A prompt's last token, computed in a step of its own, decodes like other sequences."""
+    answers, _ = make(max_running=16, max_batch_tokens=16)
+    prompts = [prompt(16, at) for at in range(6)]
+    answers.submit(embedding("alone", pooling, *prompts))
+    answers.all()
+    witness = RecordingRunner(answers.engine)
+    answers.submit(greedy("decodes", prompt(9), max_tokens=100))
+    for at, ids in enumerate(prompts):
+        answers.submit(embedding(f"{at}", pooling, ids))
+        answers.until(lambda at=at: (f"{at}", 0) in answers.pooled)
+    assert any(len(batch.query_starts) == 4 for batch in witness.batches)  # the third is noise
+    for at in range(6):
+        beside, alone = answers.pooled[f"{at}", 0], answers.pooled["alone", at]
+        assert beside == pytest.approx(alone, rel=0, abs=2e-5 * max(map(abs, alone)))
 
 
 @pytest.mark.parametrize("draws", [512, pytest.param(100_000, marks=pytest.mark.soak)])

@@ -198,7 +198,7 @@ def test_a_full_disk_serves_as_without_the_setting(tmp_path, monkeypatch, caplog
     answer(engine)
 
 
-def test_the_file_of_pages_has_no_name_and_ends_with_its_engine(tmp_path, always_fetch):
+def test_the_file_of_pages_has_no_name(tmp_path, always_fetch):
     engine = checked(tmp_path, host_pages=24, disk_pages=200)
     fd = engine.engine._page_copies._own.file._file.fileno()
     assert os.fstat(fd).st_size >= 200 * PLACE_BYTES

@@ -3,17 +3,25 @@
 test_random_traffic.py moves it in random traffic; memory that moves away is spoilt on a CPU.
 """
 
+import itertools
 import random
+from contextlib import nullcontext
 from dataclasses import replace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 
-from lorikeet_engine.device.border_memory import BorderUnit
+from lorikeet_engine.device import border_memory
+from lorikeet_engine.device.border_memory import (
+    BorderMemory,
+    BorderUnit,
+    CudaBorderMemory,
+    MoveUnit,
+)
 from lorikeet_engine.execution import assembly, border
 from lorikeet_engine.execution.memory_plan import plan_memory
 from lorikeet_engine.models.config import ModelConfig
-from lorikeet_engine.residency.gpu import arena as arena_module
 from lorikeet_engine.scheduling.border_policy import BorderPolicy
 from lorikeet_engine.scheduling.page_pool import PagePool
 from tests.engine.blobs import Shelf
@@ -91,6 +99,96 @@ def test_adapters_borrow_by_demand_and_keep_it_while_pages_need_nothing(
     engine.close()
 
 
+def test_after_a_move_that_fails_the_border_stays_and_sequences_keep_all_other_pages(
+    refs, shelf, tiny_checkpoints, tmp_path, monkeypatch, caplog
+):
+    move, calls = BorderMemory._move, itertools.count()
+
+    def fail_after_two(memory, wanted):
+        if next(calls) >= 2:
+            raise RuntimeError("cuMemMap failed with CUDA driver error 999")
+        move(memory, wanted)
+
+    monkeypatch.setattr(BorderMemory, "_move", fail_after_two)
+    monkeypatch.setattr(border, "EVERY_S", 0)
+    monkeypatch.setattr(BorderPolicy, "decide", lambda *_: 8)
+    moving = {"moving_border": True, "adapter_gpu_bytes": 1}
+    engine = build(tiny_checkpoints["llama"], shelf, tmp_path / "b", **SIZES, **moving)
+    assert len(answers_of(engine, refs)) == REQUESTS
+    status = engine.status()
+    now = status.border
+    assert "cuMemMap failed" in caplog.text
+    assert (now.to_adapters, now.moving) == (2, 0)
+    assert now.lent_units > 2
+    units = now.kv_units + now.lent_units
+    assert status.live.kv_pages_total == SIZES["kv_pages"] * now.kv_units // units
+    engine.close()
+
+
+class BookedDriver:
+    """Driver without a GPU: keeps books of memory, and refuses what NVIDIA's would refuse."""
+
+    def __init__(self, _index=0):
+        self.handles, self.at, self.ranges, self.maps_left = set(), {}, {}, 100
+
+    def reserve(self, size):
+        begin = (len(self.ranges) + 1) << 40
+        self.ranges[begin] = size
+        return begin
+
+    def create(self, _size):
+        self.handles.add(handle := len(self.handles) + 1)
+        return handle
+
+    def map(self, address, _size, handle):
+        self.maps_left -= 1
+        if self.maps_left < 0:
+            raise RuntimeError("cuMemMap: out of memory")
+        assert handle in self.handles - set(self.at.values())
+        assert address not in self.at
+        self.at[address] = handle
+
+    def allow(self, address, size):
+        assert {address, address + size - GRANULE} <= self.at.keys()
+
+    def unmap(self, address, size):
+        for granule in range(address, address + size, GRANULE):
+            del self.at[granule]
+
+    def release(self, handle):
+        assert handle not in self.at.values()
+        self.handles.remove(handle)
+
+    def free(self, address, size):
+        assert self.ranges.pop(address) == size
+
+
+GRANULE = border_memory.GRANULES["cuda"]
+
+
+def test_a_gpu_has_each_unit_on_one_side_and_gives_all_back_after_a_failed_move(monkeypatch):
+    monkeypatch.setattr(border_memory, "_Driver", BookedDriver)
+    monkeypatch.setattr(torch, "as_tensor", lambda at, **_: torch.empty(at.size, dtype=torch.uint8))
+    for name in ("synchronize", "Stream", "Event", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, MagicMock())
+    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
+    unit = BorderUnit.of(2, GRANULE // 4, "cuda")
+    memory = CudaBorderMemory(unit, torch.device("cuda", 0))
+    memory.allocate_arena(1, 3)
+    memory.allocate_kv(3, 3)
+    driver = memory._driver
+    arena, kv = (range(begin, begin + size, GRANULE) for begin, size in driver.ranges.items())
+    memory.move(MoveUnit(0, False, 1, 2))()
+    assert sorted(driver.at) == [*arena[:4], *kv[:2], *kv[3:5]]
+    memory.move(MoveUnit(1, True, 1, 2))()
+    assert sorted(driver.at) == [*arena[:2], *kv]
+    driver.maps_left = 1
+    with pytest.raises(RuntimeError, match="out of memory"):
+        memory.move(MoveUnit(2, False, 1, 0))()
+    memory.close()
+    assert (driver.handles, driver.at, driver.ranges) == (set(), {}, {})
+
+
 def test_the_border_stays_where_memory_cannot_move(
     refs, shelf, tiny_checkpoints, tmp_path, monkeypatch
 ):
@@ -132,12 +230,3 @@ def test_withdrawn_pages_leave_the_cache_and_go_once_nobody_has_them():
     pool.restore(range(3))
     assert (pool.pages, pool.free) == (6, 3)
     assert sorted(pool.take(3)) == [0, 1, 2]
-
-
-def test_images_move_up_and_down_unless_the_ranges_overlap():
-    weights = arena_module.LoraWeights(torch.arange(32.0), torch.zeros(1, 1, 1, 3).long())
-    device_arena = arena_module.DeviceArena(weights, torch.device("cpu"))
-    device_arena.run(arena_module.Compact((arena_module.Move(0, 20, 8),), ()))
-    assert weights.arena[20:28].tolist() == list(range(8))
-    device_arena.run(arena_module.Compact((arena_module.Move(20, 16, 8),), ()))
-    assert weights.arena[16:24].tolist() == list(range(8))

@@ -22,7 +22,7 @@ from lorikeet_engine.scheduling.border_policy import BorderPolicy
 from lorikeet_engine.scheduling.host_pages import HostPages
 from lorikeet_engine.scheduling.kv_cache import KVCache
 from tests.engine.checked_engine import ADAPTER_BYTES, BROKEN, GOOD, OTHER, CheckedEngine
-from tests.engine.half_right import draft_half_right
+from tests.engine.half_right import draft_half_right, predict_half_right
 from tests.engine.hash_model import PAGE, WHOLE, WINDOWED
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -208,6 +208,50 @@ class DraftedTraffic(OverlappedTraffic):
             self.patch.undo()
 
 
+class NoisyTraffic(DraftedTraffic):
+    """Traffic with a draft LoRA, which tenants use, too, and which leaves at any moment."""
+
+    speculation = "draft"
+
+    @initialize(
+        running=st.sampled_from((24, 18, 12, 6)),
+        spare=st.sampled_from((20, 7, 3)),
+        kv_pages=st.sampled_from((60, 30, 15)),
+        places=st.sampled_from((2, 3)),
+        seed=st.integers(0, 99),
+        overlap=st.sampled_from((True, True, False)),
+        windows=st.sampled_from((WHOLE, WINDOWED)),
+    )
+    def begin(self, running, spare, kv_pages, places, seed, overlap, windows):
+        self.overlap, self.windows, self.patch = overlap, windows, pytest.MonkeyPatch()
+        predict_half_right(self.patch, lambda *choice: self.checked.expected[choice][0], seed)
+        Traffic.begin(self, running, spare, kv_pages, places)
+        self.pin(True)
+
+    @rule(pinned=st.sampled_from((True, True, False)))
+    def pin(self, pinned):
+        draft, engine = self.checked.refs[GOOD], self.checked.engine
+        if pinned and not engine._drafts:
+            engine.pin(draft, draft=True)
+            self.checked.load()
+        elif not pinned and engine._drafts:
+            engine.unpin(draft.digest)
+
+    @rule(
+        prompts=st.lists(st.sampled_from(PROMPTS), min_size=1, max_size=3),
+        sampling=st.sampled_from(SAMPLINGS),
+        adapter=st.sampled_from((None, GOOD)),
+        times=st.sampled_from((3, 9, 20)),
+    )
+    def answer_alone(self, prompts, sampling, adapter, times):
+        """While others wait, nothing is predicted."""
+        self.checked.drain_requests()
+        for prompt in prompts:
+            self.checked.submit(prompt, sampling=sampling, adapter=adapter)
+        self.checked.load()
+        self.step(times)
+
+
 class DraftedStates(DraftedTraffic):
     """Drafted traffic of a model whose states go back where drafted tokens are rejected."""
 
@@ -307,6 +351,10 @@ class TestDraftedTraffic(DraftedTraffic.TestCase):
     settings = settings(max_examples=12, stateful_step_count=40, deadline=None)
 
 
+class TestNoisyTraffic(NoisyTraffic.TestCase):
+    settings = settings(max_examples=12, stateful_step_count=40, deadline=None)
+
+
 class TestDraftedStates(DraftedStates.TestCase):
     settings = settings(max_examples=10, stateful_step_count=40, deadline=None)
 
@@ -344,6 +392,12 @@ class TestMuchBorderTraffic(BorderTraffic.TestCase):
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 class TestMuchDraftedTraffic(DraftedTraffic.TestCase):
+    settings = settings(max_examples=4000, stateful_step_count=80, deadline=None)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+class TestMuchNoisyTraffic(NoisyTraffic.TestCase):
     settings = settings(max_examples=4000, stateful_step_count=80, deadline=None)
 
 

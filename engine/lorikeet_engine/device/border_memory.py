@@ -12,16 +12,14 @@ a GPU would lose.
 """
 
 import ctypes
-import logging
 import math
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-
-log = logging.getLogger(__name__)
 
 GRANULES = {"cuda": 2 << 20, "cpu": 64 << 10}
 """Bytes of the smallest memory that moves, by the kind of device."""
@@ -139,33 +137,34 @@ class CudaBorderMemory(BorderMemory):
         self._driver = _Driver(index)
         self._moving = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         self._ranges = list[tuple[int, int]]()  # address and bytes of each
-        self._of_unit = list[dict[int, list[int]]]()  # by range: unit → handles of its granules
+        self._handles = list[int]()  # of all memory, `row_bytes` each
+        self._mapped: dict[int, int] = {}  # address → handle of the memory mapped there
+        self._lock = threading.Lock()  # a move and `close` exclude each other
 
     def close(self) -> None:
-        """Give the memory back. No tensor of the ranges may be used any more."""
-        super().close()
-        torch.cuda.synchronize(self._device)
-        for which, units in enumerate(self._of_unit):
-            for unit, handles in units.items():
-                for address, size in self._places(which, unit):
-                    self._driver.unmap(address, size)
-                for handle in handles:
-                    self._driver.release(handle)
-        for address, size in self._ranges:
-            self._driver.free(address, size)
-        self._ranges.clear()
-        self._of_unit.clear()
+        """Give the memory back. No tensor of the ranges may be used any more; later moves fail."""
+        with self._lock:
+            super().close()
+            torch.cuda.synchronize(self._device)
+            for address in self._mapped:
+                self._driver.unmap(address, self.unit.row_bytes)
+            for handle in self._handles:
+                self._driver.release(handle)
+            for address, size in self._ranges:
+                self._driver.free(address, size)
+            self._mapped.clear()
+            self._handles.clear()
+            self._ranges.clear()
 
     def _allocate(self, units: int, most: int) -> torch.Tensor:
         size = most * self.unit.bytes
         self._ranges.append((self._driver.reserve(size), size))
-        self._of_unit.append({})
         for unit in range(units):
-            self._map(len(self._ranges) - 1, unit, self._create())
+            created = len(self._handles)
+            for _ in range(self.unit.rows):
+                self._handles.append(self._driver.create(self.unit.row_bytes))
+            self._map(len(self._ranges) - 1, unit, self._handles[created:])
         return torch.as_tensor(_Range(self._ranges[-1][0], size), device=self._device)
-
-    def _create(self) -> list[int]:
-        return [self._driver.create(self.unit.row_bytes) for _ in range(self.unit.rows)]
 
     def _places(self, which: int, unit: int) -> Iterator[tuple[int, int]]:
         """Yield address and bytes of the parts of a unit that lie together.
@@ -180,12 +179,22 @@ class CudaBorderMemory(BorderMemory):
             yield address + row * (size // of.rows) + unit * of.row_bytes, of.row_bytes
 
     def _map(self, which: int, unit: int, handles: list[int]) -> None:
-        self._of_unit[which][unit] = handles
         size, left = self.unit.row_bytes, iter(handles)
         for begin, length in self._places(which, unit):
             for address in range(begin, begin + length, size):
-                self._driver.map(address, size, next(left))
+                handle = next(left)
+                self._driver.map(address, size, handle)
+                self._mapped[address] = handle
             self._driver.allow(begin, length)
+
+    def _unmap(self, which: int, unit: int) -> list[int]:
+        """Take the memory of a unit's addresses away; return its handles."""
+        handles = list[int]()
+        for begin, length in self._places(which, unit):
+            self._driver.unmap(begin, length)
+            addresses = range(begin, begin + length, self.unit.row_bytes)
+            handles += [self._mapped.pop(address) for address in addresses]
+        return handles
 
     def move(self, move: MoveUnit) -> Callable[[], None]:
         """Prepare a move, as BorderMemory.move does."""
@@ -197,13 +206,12 @@ class CudaBorderMemory(BorderMemory):
         launched.synchronize()
         source, target = (0, 1) if move.to_kv else (1, 0)
         units = move.arena_unit, move.kv_unit
-        for address, size in self._places(source, units[source]):
-            self._driver.unmap(address, size)
-        self._map(target, units[target], self._of_unit[source].pop(units[source]))
-        if move.to_kv:
-            with torch.cuda.stream(self._moving):
-                self._of_kv(move.kv_unit).zero_()
-            self._moving.synchronize()
+        with self._lock:
+            self._map(target, units[target], self._unmap(source, units[source]))
+            if move.to_kv:
+                with torch.cuda.stream(self._moving):
+                    self._of_kv(move.kv_unit).zero_()
+                self._moving.synchronize()
 
 
 def border_memory(unit: BorderUnit, device: torch.device) -> BorderMemory:

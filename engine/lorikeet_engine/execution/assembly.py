@@ -115,11 +115,13 @@ class Assembly:
     def close(self) -> None:
         """Stop loading adapters, and end the processes of the other GPUs."""
         self.tiers.close()
-        if self.border is not None:
-            self.border.close()
         if self.page_copies is not None:
-            self.page_copies.close()
-        self.ranks.close()
+            self.page_copies.close()  # before the memory of the pages goes
+        try:
+            if self.border is not None:
+                self.border.close()
+        finally:
+            self.ranks.close()
 
 
 def assemble(
@@ -174,6 +176,8 @@ def _assemble(
                 page_copies = _page_copies(runner, settings, ranks, wake)
     except BaseException:
         tiers.close()
+        if border is not None:
+            border.memory.close()
         raise
     needs, context = page_needs(model.config, settings), model.config.max_context
     kv_tokens = needs.tokens(kv_pages, context)

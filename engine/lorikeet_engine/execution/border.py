@@ -42,7 +42,7 @@ from lorikeet_engine.telemetry.status import BorderUsage
 
 log = logging.getLogger(__name__)
 
-_FIRST_NUMBER = 1 << 62  # of moves in reports, apart from those of copies
+_FIRST_NUMBER = 1 << 62  # of moves in reports; copies have smaller numbers
 _CANDIDATES = 32  # units of KV pages among which the one with the fewest used pages is chosen
 _MOST_DRAINING = 8  # units of KV pages that are withdrawn while sequences still have pages there
 
@@ -181,7 +181,7 @@ class Border:
             self._wanted += self._give_back(cache)
 
     def close(self) -> None:
-        """Begin no more moves."""
+        """Begin no more moves, and give the memory back: no step or copy may use it any more."""
         self._worker.close()
         self._memory.close()
 
@@ -223,9 +223,7 @@ class Border:
     def _give_back(self, cache: KVCache) -> int:
         """Give a unit back to the KV pages; return the number of units given back."""
         if self._draining:
-            unit = self._draining.pop()
-            cache.restore(self._pages(unit))
-            self._in_kv.add(unit)
+            self._undo_withdrawal(cache)
             return 1
         arriving = any(not move.to_kv for move in self._moves)
         if not self._lent or arriving or not self._tiers.cut_arena(self._unit.bytes):
@@ -233,6 +231,12 @@ class Border:
         self._arena_units -= 1
         self._begin(to_kv=True, arena_unit=self._arena_units, kv_unit=self._lent.pop())
         return 1
+
+    def _undo_withdrawal(self, cache: KVCache) -> None:
+        """Let sequences get the pages of the unit that was withdrawn last."""
+        unit = self._draining.pop()
+        cache.restore(self._pages(unit))
+        self._in_kv.add(unit)
 
     def _begin(self, *, to_kv: bool, arena_unit: int, kv_unit: int) -> None:
         self._numbers += 1
@@ -263,12 +267,15 @@ class Border:
     def _take_moved(self, cache: KVCache) -> None:
         """Let each side use the memory that has arrived, in the order of the moves."""
         for move, future in list(self._moves.items()):
-            if not future.done() or self._broken:
+            if not future.done():
                 return
             if (error := future.exception()) is not None:
                 # the memory of this unit is lost, and that of later ones uncertain
                 log.error("border_fixed", exc_info=error)
                 self._broken = True
+                self._moves.clear()
+                while self._draining:
+                    self._undo_withdrawal(cache)
                 return
             del self._moves[move]
             if move.to_kv:

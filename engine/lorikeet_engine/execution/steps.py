@@ -375,7 +375,7 @@ def compute(
     in_batch = with_noise(divided, plan.draft)
     step_input = build_step_input(in_batch, settings.page_size, runner.kv_windows)
     scores = PromptScores(divided, plan.scored, settings.max_running) if plan.scored else None
-    pooled = _pooled(divided, runner)
+    pooled = _pooled(in_batch, runner)
     batch = step_input.upload(torch.device(settings.device), sampled)
     runner.share(step_input, sampled, scores)
     logits = runner.forward(batch, _Readers.of(scores, pooled))

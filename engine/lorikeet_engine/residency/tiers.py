@@ -59,8 +59,9 @@ class Tiers:
     The tiers are remote, disk, host and GPU. A blob is an adapter's file; an image is the adapter
     packed for the GPU.
 
-    For the engine's thread only: rank, loaded_at_s, request, lease, advance and close. Any thread
-    may call the other methods, but `moved` only one thread at a time.
+    For the engine's thread only: rank, loaded_at_s, request, lease, advance, take_missed_s,
+    extend_arena, cut_arena and close. Any thread may call the other methods, but `moved` only one
+    thread at a time.
 
     weights: the GPU's tensors for adapters, which stay the same as long as the engine runs.
     arena: manager of the GPU's arena, which is one of the tensors in `weights`.

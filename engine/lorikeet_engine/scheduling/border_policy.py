@@ -20,11 +20,11 @@ EVERY_S = 0.25
 _HALF_LIFE_S = 2.0
 _TIMES = 2.0
 _LEAST = 0.002  # seconds lost per second below which nothing moves
-_LARGEST_STEP = 64  # part of the memory that a decision moves at most
+_LARGEST_PART = 64  # a decision moves at most a 64th of the memory
 
 
 class Evicted:
-    """Evictions of a cache, the oldest first, as many as `reach` more memory would hold.
+    """Latest evictions of a cache: those that it would still hold with `reach` more memory.
 
     reach: size of the memory, in the unit of all sizes.
     """
@@ -69,7 +69,7 @@ class BorderPolicy:
         units: number of units of memory that both sides have together.
         """
         self.adapters = self.pages = 0.0
-        self._most = max(1, units // _LARGEST_STEP)
+        self._most = max(1, units // _LARGEST_PART)
         self._step = 0  # of the last decision, negative towards the KV pages
 
     def decide(self, adapters_s: float, pages_s: float, elapsed_s: float) -> int:

@@ -18,7 +18,8 @@ tokens a second. If there are others, whose next step does not wait, they get
 
     (2 N − D + E) / (step_s(N + K) + step_s(N))
 
-The inter-token goal, if one is set, bounds the time of the step with drafts.
+The inter-token goal, if one is set, bounds the time of a step with drafted tokens or noise.
+Nothing else bounds how long others' steps become.
 
 In a model with delta nets, a rejected token spoils the state. The state before the step is copied,
 and the next step computes the step's tokens up to the first rejected one again. On CUDA, both steps
@@ -32,8 +33,9 @@ if it pays, all pause until the host has read, and all of them wait after each s
 A draft LoRA of the base model makes the base model predict k tokens at once (Uno, vLLM PR #55947):
 k random tokens, the noise, stand behind a sequence's last token. They are computed in the same step
 with the draft LoRA, and from each of them the token after the next is predicted. The next step
-verifies these k tokens. A step has noise behind drafted tokens, too, if it becomes longer by at
-most half of the chance that all of them come true. Else steps alternate, and two steps give
+verifies these k tokens. A step has noise behind drafted tokens, too, if that lengthens the step by
+a share of at most p / 2, where p is the probability that all of them come true. Else steps
+alternate, and two steps give
 
     2 N + E    tokens in    step_s(N + K) + draft_s + step_s(N + K) + 2 _GAP_S
 """
@@ -199,11 +201,8 @@ class DraftBudget:
     @property
     def _predicting(self) -> DraftSource | None:
         """Predictor that can predict now."""
-        return None if self._is_draft and self.adapter is None else self._predictor
-
-    @property
-    def _is_draft(self) -> bool:
-        return self._predictor is DraftSource.DRAFT
+        lacks_lora = self._predictor is DraftSource.DRAFT and self.adapter is None
+        return None if lacks_lora else self._predictor
 
     def _noise_counts(self, chunks: list[Chunk], room: int) -> list[int]:
         """Return the number of noise tokens behind each chunk of a step; [] for none.
@@ -221,20 +220,24 @@ class DraftBudget:
         self._predicts = self._best_noise(sequences, acceptance, most)
         if not self._predicts and self._best_noise(sequences, 1.0, most):
             self._predicts = 1
-        if not self._predicts:
-            return []
         free, context = sum(not chunk.drafted for chunk in chunks), self._context(sequences)
-        behind = self._step_s(rows, count * self._predicts, context)
-        few_s = self._step_s(rows, free * self._predicts, context)
+        all_s, few_s = (
+            self._step_s(count, rows - count + noisy * self._predicts, context)
+            for noisy in (count, free)
+        )
+        allowed_s = self._longest_s - self._draft_s
         # noise behind drafted tokens saves a step if all of them come true
         came = [acceptance ** len(chunk.drafted) for chunk in chunks if chunk.drafted]
-        everywhere = free == count or behind <= (1 + sum(came) / count / 2) * few_s
-        return [
+        everywhere = all_s <= min(allowed_s, (1 + sum(came) / count / 2) * few_s)
+        counts = [
             max(0, min(self._predicts, _drafts_left(s) - len(chunk.drafted) - 1))
             if everywhere or not chunk.drafted
             else 0
             for s, chunk in zip(sequences, chunks, strict=True)
         ]
+        if few_s > allowed_s or not any(counts):
+            self._predicts, counts = 0, []
+        return counts
 
     def _best_noise(self, sequences: list[Sequence], acceptance: float, most: int) -> int:
         """Return the number of noise tokens behind each sequence that yields most tokens a second;
@@ -244,19 +247,23 @@ class DraftBudget:
         most: upper bound of the result.
         """
         count, context = len(sequences), self._context(sequences)
-        plain_s, costs = self._step_s(count, 0, context), self._costs
-        assert self.adapter is not None, "noise without a draft LoRA"
-        draft_s = costs.lora_s + costs.rank_s * self.adapter.rank
+        plain_s = self._step_s(count, 0, context)
         best, per_s, expected = 0, _LEAST_GAIN * count / plain_s, 0.0
         for tokens in range(1, most + 1):
             expected += count * acceptance**tokens
             step_s = self._step_s(count, count * tokens, context)
-            if step_s + draft_s > self._longest_s:
+            if step_s + self._draft_s > self._longest_s:
                 break
-            both = (2 * count + expected) / (2 * step_s + draft_s + 2 * _GAP_S)
+            both = (2 * count + expected) / (2 * step_s + self._draft_s + 2 * _GAP_S)
             if both > per_s:
                 best, per_s = tokens, both
         return best
+
+    @property
+    def _draft_s(self) -> float:
+        """Seconds by which the draft LoRA lengthens a step."""
+        assert self.adapter is not None, "noise without a draft LoRA"
+        return self._costs.lora_s + self._costs.rank_s * self.adapter.rank
 
     def _context(self, sequences: list[Sequence]) -> float:
         """Return the number of tokens that decodes of these sequences attend to."""

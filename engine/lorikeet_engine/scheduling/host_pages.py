@@ -378,21 +378,21 @@ class HostPages(PageSlots):
     def begin_fetch(self, wanted: Iterable[tuple[int, bytes]]) -> Arrival | None:
         """Keep pages in their slots until `end_fetch`; give slots to pages that only the disk has.
 
-        Returns None, and changes nothing else, if too few slots can be had.
+        Returns None, and keeps none, if too few slots can be had.
 
         wanted: group of layers and key of each page; the host or the disk has each.
         """
-        there = list[tuple[int, bytes]]()
+        on_disk = list[tuple[int, bytes]]()
         slots = list[int]()
         for group, key in wanted:
             slot = self.pages_of[group].get(key)
             if slot is None:
-                there.append((group, key))
+                on_disk.append((group, key))
             else:
                 slots.append(slot)
                 self.touch(slot)
         pages, reads = self.hold(slots), list[DiskCopy]()
-        for group, key in there:
+        for group, key in on_disk:
             assert self.disk is not None, "a page that neither host nor disk has"
             place = self.disk.pages_of[group][key]
             (cached,) = self.disk.hold([place]).values()

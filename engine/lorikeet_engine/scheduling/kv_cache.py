@@ -337,9 +337,14 @@ class KVCache(PagePool):
         """Return the number of pages, in one group of layers, that hold `tokens` tokens."""
         return -(-tokens // self.page_size)
 
+    @property
+    def least_free_tokens(self) -> int:
+        """Number of tokens for which the free pages suffice, whichever sequences get them."""
+        return self.free // (self._whole + self._windowed)
+
     def may_all_grow(self, tokens: int) -> bool:
         """Whether the free pages suffice for `tokens` more tokens, whichever sequences get them."""
-        return tokens * (self._whole + self._windowed) <= self.free
+        return tokens <= self.least_free_tokens
 
     def most_pages(self, tokens: int) -> int:
         """Return the number of pages, in all groups of layers, that a sequence of `tokens` tokens

@@ -17,7 +17,7 @@ class PagePool:
     """
 
     def __init__(self, pages: int, groups: int = 1) -> None:
-        self.pages = pages  # that have memory
+        self.pages = pages  # that sequences have or may get
         self._withdrawn = bytearray(pages)  # 1: loses its memory as soon as it has no reference
         self._references = [0] * pages
         self._keys: list[bytes | None] = [None] * pages

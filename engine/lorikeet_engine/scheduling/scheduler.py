@@ -71,7 +71,7 @@ class StepPlan:
     failed: sequences dropped because their adapter could not be loaded, with the error.
     scored: for prompt_logprobs, the prompt tokens of the chunks from whose logits the log
         probability of the next prompt token is computed.
-    predicts: whether the MTP head predicts a token after each sampled one.
+    predicts: whether the MTP head or the draft LoRA predicts tokens after the sampled ones.
     draft: lease of the draft LoRA, for the noise of chunks; None without noise.
     """
 
@@ -254,7 +254,8 @@ class Scheduler:
         self._throughput.step_planned(prefills.saturated)
         predicted, draft = list[int](), None
         if self._drafts is not None:
-            room, alone = self._limits.sequences - len(active), self._alone(chunks, active)
+            most = min(self._limits.sequences, self._cache.least_free_tokens)
+            room, alone = most - len(active), self._alone(chunks, active)
             predicted = self._drafts.predicts(chunks, room, alone=alone)
             if predicted and (draft := self._drafts.adapter) is not None:
                 chunks = self._with_noise(chunks, predicted, self._drafts)
@@ -477,16 +478,10 @@ class Scheduler:
     def _with_noise(
         self, chunks: list[Chunk], counts: list[int], drafts: DraftBudget
     ) -> list[Chunk]:
-        """Add noise for the draft LoRA behind chunks, and KV pages in which nobody reads it later.
-
-        Adds none if there are too few pages or tokens.
+        """Add noise for the draft LoRA behind chunks; allocate its KV pages, which must be free.
 
         counts: number of noise tokens behind each chunk.
         """
-        tokens = sum(chunk.length for chunk in chunks) + sum(counts)
-        pages = self._cache.may_all_grow(sum(counts))
-        if tokens > self._limits.tokens or not pages:
-            return chunks
         noisy = list[Chunk]()
         for chunk, count in zip(chunks, counts, strict=True):
             grown = self._cache.grow(chunk.sequence.kv, chunk.end + count)

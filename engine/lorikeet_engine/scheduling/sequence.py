@@ -494,7 +494,9 @@ class Chunk(NamedTuple):
     def pools(self) -> bool:
         """Whether the chunk ends a prompt that is pooled, or has tokens whose mean is taken."""
         pooling = self.sequence.request.pools
-        return pooling is not None and (self.completes or pooling is Pooling.MEAN)
+        if pooling is None or self.draft is not None:
+            return False
+        return self.completes or pooling is Pooling.MEAN
 
     @property
     def lease(self) -> AdapterLease | None:

@@ -174,13 +174,13 @@ class StepBudget:
     def _learned_from(self, decodes: list[Chunk]) -> float:
         """Return the seconds that decodes are predicted to take beyond the base time.
 
-        The base time is what record() learns; beyond it, decodes take time for adapters, attention
-        and forced tokens.
+        The base time is what record() learns; beyond it, decodes take time for adapters, attention,
+        forced and drafted tokens, and noise.
         """
         leases = (chunk.sequence.lease for chunk in decodes)
         ranks = sum({lease.slot: lease.rank for lease in leases if lease is not None}.values())
         context = sum(self._costs.decode_sees(chunk.end) for chunk in decodes)
-        rows = sum(chunk.length for chunk in decodes)
+        rows = sum(chunk.length + len(chunk.noise) for chunk in decodes)
         forced_s = self._costs.rows_s(rows) - self._costs.rows_s(len(decodes))
         return self._costs.rank_s * ranks + self._costs.seen_token_s * context + forced_s
 

@@ -168,9 +168,9 @@ def test_a_head_that_is_seldom_right_is_asked_seldom():
     assert asked == [[]] * 8 + [[1]]
 
 
-def noise(*sequences, room=None, rank=64, drafted=()):
+def noise(*sequences, room=None, rank=64, drafted=(), **settings):
     """Return the number of noise tokens behind each sequence, and the budget that chose it."""
-    budget = DraftBudget(COSTS, SIZES, predictor=DraftSource.DRAFT, vocabulary=100)
+    budget = DraftBudget(COSTS, SIZES, predictor=DraftSource.DRAFT, vocabulary=100, **settings)
     budget.adapter = SimpleNamespace(rank=rank)
     chunks = [
         SimpleNamespace(sequence=each, length=1 + len(drafted), drafted=drafted)
@@ -205,7 +205,24 @@ def test_a_draft_lora_that_is_seldom_right_is_tried_with_one_token_and_seldom():
 def test_noise_behind_drafted_tokens_is_left_out_where_it_costs_time():
     assert noise(Predicting(0.0, mtp=0.9), drafted=(5, 6))[0] == [MOST_NOISE]
     many = [Predicting(0.0, mtp=0.9) for _ in range(24)]
-    assert noise(*many, drafted=(5, 6, 7))[0] == [0] * 24
+    assert noise(*many, drafted=(5, 6, 7))[0] == []
+
+
+def test_steps_with_noise_keep_the_goal():
+    one = Predicting(0.0, mtp=0.9, length=16)
+
+    def goal_s(tokens, noise):
+        step_s = COSTS.step_s(tokens, 0, one.length, seen=noise * one.length)
+        return (step_s + COSTS.lora_s + 64 * COSTS.rank_s) * (1 + 1e-9)
+
+    assert noise(one, goal_s=goal_s(4, 3))[0] == [3]
+    assert noise(one, goal_s=goal_s(1, 0))[0] == []
+    behind = tuple(range(10))  # drafted tokens: with 8 of noise, the step is padded to 24
+    assert noise(one, drafted=behind)[0] == [MOST_NOISE]
+    counts, budget = noise(one, drafted=behind, goal_s=goal_s(16, 8))
+    assert counts == []
+    one.pending_rows = [0]
+    assert budget.choose([one], 255, alone=True) == Drafts({})  # and nothing awaits predictions
 
 
 def test_steps_whose_predictions_cannot_pay_are_spared_them():

@@ -117,9 +117,8 @@ class ClearRow:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Move of elements in the arena (GPU memory for adapters) from `source` to `target`.
-
-    The two ranges may overlap if `target` comes first.
+    """Move of elements in the arena (GPU memory for adapters) from `source` down to `target`; the
+    two ranges may overlap.
     """
 
     source: int
@@ -259,7 +258,7 @@ class DeviceArena:
         self._copying.wait_stream(computing)
 
     def _move(self, move: Move) -> None:
-        arena, gap = self.weights.arena, abs(move.source - move.target)
+        arena, gap = self.weights.arena, move.source - move.target
         step = max(gap, _MOVE_ELEMENTS)
         for done in range(0, move.elements, step):
             part = arena[move.source + done : move.source + min(done + step, move.elements)]

@@ -122,7 +122,7 @@ class SlotPool:
             if target is None:
                 self._blocks = before
                 return None
-            if piece.offset < end:  # after the new place is chosen: a move may not overlap
+            if piece.offset < end:  # after the new place is chosen, which so lies before it
                 self._blocks.release(piece.offset, end - piece.offset)
             moves.append(Move(piece.offset, target, size))
             slots[slot] = _with_moved(slots.get(slot, self._placed[slot]), piece, target)
