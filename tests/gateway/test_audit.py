@@ -155,6 +155,7 @@ def test_a_collector_gets_changes_as_otlp_logs(
             assert eventually(lambda: "audit_not_written" in caplog.messages)
             collector.status = 200
             gateway.admin("DELETE", "/pins/globex")  # sent at the end
+    assert caplog.messages.count("audit_not_written") == 1
     assert [attributes["subject"] for _, attributes in collector.logs][-1] == "globex"
     event, attributes = collector.logs[1]
     assert event == "admin_action"
@@ -169,6 +170,25 @@ def test_a_collector_gets_changes_as_otlp_logs(
         "request_id": answer.headers["x-request-id"],
         "gateway": "gateway-1",
     }
+
+
+def test_what_a_collector_has_not_taken_is_told_in_the_log(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lorikeet.tracing import log_exporter
+
+    monkeypatch.setattr(log_exporter, "_CLOSE_S", 0.1)
+    monkeypatch.setattr(log_exporter, "_QUEUE", 512)
+    with collecting() as collector:
+        collector.status = 503
+        stream = AuditStream(collector.url, "gateway-1")
+        key = KeyRecord("key-1", None, frozenset({Scope.ADMIN}), "0" * 64, 0.0)
+        for _ in range(514):
+            stream.write(key, "r", "POST /tenants", "", 201, None)
+        assert len(caplog.messages) == 2, "the queue has no room for two"
+        stream.close()
+    assert "refused 512 records" in caplog.records[-1].__dict__["error"]
+    assert set(caplog.messages) == {"audit_not_written"}
 
 
 def test_the_stream_can_be_standard_output() -> None:

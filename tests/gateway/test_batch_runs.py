@@ -308,14 +308,16 @@ async def test_folders_of_killed_gateways_are_removed(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     ended = subprocess.Popen(["true"])
     ended.wait()
-    killed, lives = (tmp_path / f"lorikeet-batch-{pid}-x" for pid in (ended.pid, os.getpid()))
-    for folder in (killed, lives):
+    pids = (10**20, ended.pid, os.getpid())  # the first is nobody's
+    strange, killed, lives = (tmp_path / f"lorikeet-batch-{pid}-x" for pid in pids)
+    for folder in (strange, killed, lives):
         folder.mkdir()
         (folder / "input").write_text("{}")
     task = run(LocalStore(tmp_path / "store"), Service())
     await until(lambda: not killed.exists())
     await end(task)
     assert (lives / "input").exists()
+    assert (strange / "input").exists()
 
 
 @in_loop

@@ -20,7 +20,7 @@ def found_in(*asked: tuple[AdapterRef, str, list[int]], adapters: int = 8) -> Fo
     prefixes = SharedPrefixes(adapters)
     for adapter, tenant, prompt in asked:
         prefixes.count(adapter, tenant, prompt, 0.0)
-    return prefixes.take()
+    return prefixes.take(0.0)
 
 
 def learned(*found: Found, now_s: float = 0.0) -> LearnedPrompts:
@@ -47,6 +47,17 @@ def test_a_prompt_that_shares_little_does_not_shorten_what_others_share():
     assert tokens_of(learned(found_in(*chats, *short))) == [SYSTEM]
 
 
+def test_nor_does_it_shorten_what_the_controller_has_taken():
+    prefixes = SharedPrefixes(8)
+    for which in range(2):
+        prefixes.count(A, "acme", chat(which), 0.0)
+    assert prefixes.take(0.0)
+    prefixes.count(A, "acme", chat(0, [*SYSTEM[:260], *range(300)]), 60.0)
+    prefixes.count(A, "acme", chat(0), 60.0)
+    ((found,),) = prefixes.take(60.0).values()
+    assert list(array("i", found.tokens)) == SYSTEM
+
+
 def test_replicas_counts_are_joined_and_few_requests_are_not_learned():
     found = found_in(*((A, "acme", chat(which)) for which in range(6)))
     assert tokens_of(learned(found)) == []
@@ -57,7 +68,7 @@ def test_an_adapter_with_a_request_now_and_then_is_learned():
     prefixes, prompts = SharedPrefixes(8), LearnedPrompts(8)
     for minute in range(12):
         prefixes.count(A, "acme", chat(minute), 60.0 * minute)
-        prompts.add(prefixes.take(), 60.0 * minute)
+        prompts.add(prefixes.take(60.0 * minute), 60.0 * minute)
     assert tokens_of(prompts, 720.0) == [SYSTEM]
 
 
@@ -84,6 +95,14 @@ def test_a_prompt_is_forgotten_after_a_day_and_counts_less_before():
     assert tokens_of(prompts, 12 * HOUR_S) == [SYSTEM]
     prompts.add({}, 37 * HOUR_S)
     assert not prompts._prefixes.found
+
+
+def test_a_replica_forgets_a_prompt_after_a_day():
+    prefixes = SharedPrefixes(8)
+    prefixes.count(A, "acme", chat(0), 0.0)
+    assert not prefixes.take(25 * HOUR_S)
+    prefixes.count(A, "acme", chat(1), 25 * HOUR_S)
+    assert not prefixes.take(25 * HOUR_S), "no other prompt is known"
 
 
 def test_only_replicas_with_the_adapter_on_the_gpu_compute_it_for_whichever_version():

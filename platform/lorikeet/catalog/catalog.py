@@ -400,7 +400,7 @@ class AdapterCatalog:
         options: tier, replicas, priority, expiry and other options of the pin (PinOptions).
 
         Raises InvalidInput if an option is not allowed, UnknownModel, UnknownTenant, and Conflict
-        beyond the tenant's budget.
+        beyond the tenant's budget, or if the base model has another draft.
         """
         now = self._clock()
         change = pin_change(tenant, name, now, **options)
@@ -420,8 +420,7 @@ class AdapterCatalog:
 
         question: called with the state now and the state that the pin would produce.
 
-        Raises as `pin` does: InvalidInput if an option is not allowed, UnknownModel, UnknownTenant,
-        and Conflict beyond the tenant's budget.
+        Raises as `pin` does.
         """
         now = self._clock()
         change = pin_change(tenant, name, now, **options)

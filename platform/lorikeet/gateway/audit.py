@@ -30,7 +30,7 @@ class AuditStream:
     """Writer of a gateway's audit stream, the record of admins' changes. Each line is an event
     `admin_action`.
 
-    A line that cannot be written is lost; the event `audit_not_written` in the log says so.
+    A line that cannot be written or sent is lost; the event `audit_not_written` in the log says so.
     """
 
     def __init__(self, to: str, gateway: str) -> None:
@@ -74,6 +74,11 @@ class AuditStream:
     def close(self) -> None:
         """Close the stream's file, or send what the collector has not got yet."""
         self._handler.close()
+
+
+def is_collector(to: str) -> bool:
+    """Return whether the stream goes to a collector's address, rather than a file or stdout."""
+    return to.startswith(("http://", "https://"))
 
 
 class AuditMiddleware:
@@ -153,13 +158,9 @@ def _handler(to: str, gateway: str) -> logging.Handler:
     return handler
 
 
-def is_collector(to: str) -> bool:
-    """Return whether the stream goes to a collector's address, rather than a file or stdout."""
-    return to.startswith(("http://", "https://"))
-
-
-def _log_lost(lines: int) -> None:
-    log.error("audit_not_written", extra={"error": f"the collector refuses {lines}, or is away"})
+def _log_lost(records: int) -> None:
+    error = f"the collector has refused {records} records, or is away: see its log"
+    log.error("audit_not_written", extra={"error": error})
 
 
 def _result(status: int) -> str:

@@ -12,7 +12,7 @@ share leaves the replica.
 
 import math
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from lorikeet.protocol.placement_decision import LearnedPrompt
@@ -30,16 +30,19 @@ _DAY_S = 24 * 3600.0
 
 @dataclass(frozen=True, slots=True)
 class SharedPrefix:
-    """Beginning that several prompts of one adapter share.
+    """Beginning of prompts of one adapter.
 
     tokens: token ids as int32.
     requests: number of these prompts, of which older ones count less.
     asked_s: time at which they were counted last.
+    is_shared: whether several prompts have begun with it; only a prompt that begins with half of it
+        or more then shortens it.
     """
 
     tokens: bytes
     requests: float
     asked_s: float
+    is_shared: bool = False
 
     def at(self, now_s: float) -> float:
         """Return the number of requests as it counts now: half after 6 hours."""
@@ -87,10 +90,12 @@ class SharedPrefixes:
         self._found[at] = prefixes
         for number, old in enumerate(prefixes):
             shared = _shared(old.tokens, new.tokens)
-            least = max(len(each.tokens) if each.requests > 1 else 0 for each in (old, new)) // 2
+            least = max(len(each.tokens) if each.is_shared else 0 for each in (old, new)) // 2
             if shared >= max(least, _SHORTEST * _TOKEN_BYTES):
                 requests = old.at(now_s) + new.requests
-                prefixes[number] = SharedPrefix(old.tokens[:shared], requests, now_s)
+                prefixes[number] = SharedPrefix(
+                    old.tokens[:shared], requests, now_s, is_shared=True
+                )
                 return
         if len(prefixes) >= _MOST_PREFIXES:  # as Misra and Gries (1982) find frequent items
             weaker = [replace(each, requests=each.requests - new.requests) for each in prefixes]
@@ -114,10 +119,11 @@ class SharedPrefixes:
             for at, prefixes in self._found.items()
         }
 
-    def take(self) -> Found:
+    def take(self, now_s: float) -> Found:
         """Return the prefixes that at least two prompts share, with the number of further prompts
-        since the last call.
+        since the last call; forget those that no prompt has begun with for a day.
         """
+        self.forget(now_s - _DAY_S)
         found = self.found
         for at, prefixes in found.items():
             others = [each for each in self._found[at] if each.requests <= 1]
@@ -147,7 +153,8 @@ class LearnedPrompts:
         self._prefixes.forget(now_s - _DAY_S)
         for at, prefixes in found.items():
             for each in prefixes:
-                self._prefixes.add(at, replace(each, asked_s=now_s))
+                often = each.requests > 1
+                self._prefixes.add(at, replace(each, asked_s=now_s, is_shared=often))
 
     def wanted(
         self, reports: Iterable[ReplicaReport], now_s: float
@@ -162,14 +169,18 @@ class LearnedPrompts:
             return {}
         return {
             report.replica: tuple(
-                LearnedPrompt(each.ref, prompts[each.tenant, each.name])
-                for each in sorted(report.adapters, key=lambda each: each.digest)
-                if each.residency is Residency.GPU
-                and not each.arriving
-                and (each.tenant, each.name) in prompts
+                LearnedPrompt(ref, prompts[ref.tenant, ref.name])
+                for ref in sorted(_on_gpu(report), key=lambda ref: ref.digest)
+                if (ref.tenant, ref.name) in prompts
             )
             for report in reports
         }
+
+
+def _on_gpu(report: ReplicaReport) -> Iterator[AdapterRef]:
+    for each in report.adapters:
+        if each.residency is Residency.GPU and not each.arriving:
+            yield each.ref
 
 
 def _shared(one: bytes, other: bytes) -> int:

@@ -38,18 +38,20 @@ _RENDER_S = 3600.0
 class _Progress:
     """Progress of one prompt.
 
-    tokens: tokens that were computed last; () before.
+    computed: hash of the tokens that were computed last; None before.
     rendered_s: monotonic time at which the prompt was rendered last.
     failure: reason why the last computation failed; "" before the first ends, None if it succeeded.
     """
 
-    tokens: tuple[int, ...] = ()
+    computed: int | None = None
     rendered_s: float = 0.0
     failure: str | None = ""
 
 
 class PinnedPrompts:
-    """Computes the pinned prompts of one replica, one after the other. For one event loop."""
+    """Computes the pinned and learned prompts of one replica, one after the other. For one event
+    loop.
+    """
 
     def __init__(
         self,
@@ -120,7 +122,8 @@ class PinnedPrompts:
         is_kept: whether the engine still keeps the prompt's pages; True, too, if it has no host
             memory for them, or if the prompt was learned.
         """
-        progress = self._progress[prompt.name]
+        progress, is_pinned = self._progress[prompt.name], isinstance(prompt, PinnedPrompt)
+        failed = "pinned_prompt_failed" if is_pinned else "learned_prompt_failed"
         is_done = progress.failure is None and is_kept
         if is_done and time.monotonic() - progress.rendered_s < _RENDER_S:
             return
@@ -130,20 +133,19 @@ class PinnedPrompts:
             else:
                 tokens = tuple(await self._render(prompt))
             progress.rendered_s = time.monotonic()
-            if not (is_done and tokens == progress.tokens):
-                keeps = prompt.name if prompt.name in self._pinned else ""
-                await self._run(_request(prompt, tokens, keeps))
-                progress.tokens = tokens
+            if not (is_done and hash(tokens) == progress.computed):
+                await self._run(_request(prompt, tokens, prompt.name if is_pinned else ""))
+                progress.computed = hash(tokens)
             progress.failure = None
         except EngineClosed:
             raise
         except (EngineError, LorikeetError) as error:
             if progress.failure != error.message:
                 facts = {"adapter": str(prompt.ref), "error": error.message}
-                log.warning("pinned_prompt_failed", extra=facts)
+                log.warning(failed, extra=facts)
             progress.failure = error.message
         except Exception as error:
-            log_unexpected("pinned_prompt_failed", prompt.name, error)
+            log_unexpected(failed, prompt.name, error)
             progress.failure = "the replica failed to compute it"
 
     async def _render(self, prompt: PinnedPrompt) -> TokenIds:

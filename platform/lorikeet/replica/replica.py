@@ -258,7 +258,7 @@ class Replica:
 
     async def take_prefixes(self) -> Found:
         """Return the beginnings that prompts of each adapter have shared since the last call."""
-        return self._prefixes.take()
+        return self._prefixes.take(time.monotonic())
 
     async def metrics(self) -> bytes:
         """Return this replica's metrics page. Raises EngineClosed if the engine hangs."""

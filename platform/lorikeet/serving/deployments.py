@@ -285,7 +285,7 @@ def _audit(settings: Settings, gateway: str) -> AuditStream | None:
     except OSError as error:
         raise InvalidSetting(
             f"LORIKEET_AUDIT_LOG={settings.audit_log}: the file cannot be written ({error}): name "
-            "one in a folder that exists, or stdout"
+            "one in a folder that exists, stdout, or the http:// address of a collector"
         ) from error
 
 

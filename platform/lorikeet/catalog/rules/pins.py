@@ -86,8 +86,9 @@ def pin(state: CatalogState, change: Pinned, now: float) -> Changes:
     change: the pin to set.
     now: Unix seconds.
 
-    Raises UnknownModel, UnknownTenant, and Conflict beyond the tenant's pin budget (limit on the
-    bytes of its pinned adapters).
+    Raises UnknownModel, UnknownTenant, InvalidInput if the adapter cannot draft, and Conflict
+    beyond the tenant's pin budget (limit on the bytes of its pinned adapters), or if the base model
+    has another draft.
     """
     if change.name is not None:
         record = state.adapter(change.tenant, change.name)

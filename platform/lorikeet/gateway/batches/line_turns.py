@@ -29,7 +29,7 @@ class LineTurns:
     def __init__(self, others_run: Callable[[], bool]) -> None:
         self._others_run = others_run
         self._waiting = deque[asyncio.Future[None]]()
-        self._hands_out = False
+        self._is_scheduled = False  # whether the event loop is to call _hand_out
         self._worked_s = 0.0  # processor time for which there was no pause yet
 
     @coroutine
@@ -64,8 +64,8 @@ class LineTurns:
         loop = asyncio.get_running_loop()
         turn = loop.create_future()
         self._waiting.append(turn)
-        if not self._hands_out:
-            self._hands_out = True
+        if not self._is_scheduled:
+            self._is_scheduled = True
             loop.call_soon(self._hand_out)
         yield from turn
 
@@ -84,4 +84,4 @@ class LineTurns:
                 turn.set_result(None)
                 loop.call_soon(self._hand_out)
                 return
-        self._hands_out = False
+        self._is_scheduled = False

@@ -453,7 +453,7 @@ def _remove_folders_of_killed() -> None:
     """Delete the temporary folders of gateways on this machine that were killed."""
     for folder in Path(tempfile.gettempdir()).glob(f"{_FOLDER}*-*"):
         pid = folder.name.removeprefix(_FOLDER).partition("-")[0]
-        if pid.isdecimal() and not psutil.pid_exists(int(pid)):
+        if pid.isdecimal() and len(pid) < 10 and not psutil.pid_exists(int(pid)):
             shutil.rmtree(folder, ignore_errors=True)
 
 
