@@ -61,7 +61,7 @@ _LEAST_ACCEPTANCE = 0.25
 _LEAST_GAIN = LEAST_DRAFT_GAIN
 _GAP_S = DRAFT_GAP_S
 # Steps in which nothing is predicted after a prediction that led to no draft.
-_PAUSES: dict[DraftSource | None, int] = {DraftSource.MTP: 8, DraftSource.DRAFT: 32}
+_PAUSES = {DraftSource.MTP: 8, DraftSource.DRAFT: 32}
 _UNREAD = -1  # in place of a token that is not known yet
 
 
@@ -161,8 +161,9 @@ class DraftBudget:
                 cut = _cut(best, counts)
                 unread = any(_UNREAD in tokens for tokens in cut.values())
                 return Drafts({} if unread else cut, holds=self._predicting is not None)
-            if self._predicts and any(s.pending_rows or _predicted(s) for s in decodes):
-                self._pause = _PAUSES[self._predicting]
+            predicting = self._predicting if self._predicts else None  # None without its LoRA
+            if predicting and any(s.pending_rows or _predicted(s) for s in decodes):
+                self._pause = _PAUSES[predicting]
         if not drafts or self._too_many(drafts):
             return Drafts({})
         longest = sorted(drafts, key=lambda draft: -sum(draft.odds()))
