@@ -65,6 +65,10 @@ class Traffic(RuleBasedStateMachine):
     overlap, windows, states, cached_states = False, WHOLE, False, 0
     speculation, more = "off", {}
 
+    def __init__(self):
+        super().__init__()
+        self.patch = pytest.MonkeyPatch()
+
     @initialize(
         running=st.sampled_from((4, 5, 3, 2, 1)),
         spare=st.sampled_from((0, 3, 7, 20)),
@@ -113,6 +117,12 @@ class Traffic(RuleBasedStateMachine):
         self.checked.fault = when
 
     def teardown(self):
+        try:
+            self.end()
+        finally:
+            self.patch.undo()
+
+    def end(self):
         if not hasattr(self, "checked"):
             return
         try:
@@ -146,7 +156,7 @@ class HostedTraffic(OverlappedTraffic):
         overlap=st.sampled_from((True, True, False)),
     )
     def begin(self, running, spare, kv_pages, places, host_pages, room, windows, overlap):
-        self.overlap, self.windows, self.patch = overlap, windows, pytest.MonkeyPatch()
+        self.overlap, self.windows = overlap, windows
         self.more = {"kv_host_bytes": host_pages * (2 * 4 * 4 * PAGE + 8)}
         self.more |= {"kv_disk_bytes": 4096 * (160 // host_pages)}
         self.patch.setattr(HostPages, "pays", lambda *_: True)
@@ -177,13 +187,6 @@ class HostedTraffic(OverlappedTraffic):
         host = self.checked.engine._page_copies._own._host
         host[slot % len(host), word] += 1
 
-    def teardown(self):
-        try:
-            super().teardown()
-        finally:
-            if hasattr(self, "patch"):
-                self.patch.undo()
-
 
 class DraftedTraffic(OverlappedTraffic):
     """Traffic in which any sequence may have a draft in any step, however little it gains."""
@@ -200,16 +203,9 @@ class DraftedTraffic(OverlappedTraffic):
         windows=st.sampled_from((WHOLE, WINDOWED)),
     )
     def begin(self, running, spare, kv_pages, places, seed, overlap, windows):
-        self.overlap, self.windows, self.patch = overlap, windows, pytest.MonkeyPatch()
+        self.overlap, self.windows = overlap, windows
         draft_half_right(self.patch, lambda *choice: self.checked.expected[choice][0], seed)
         super().begin(running, spare, kv_pages, places)
-
-    def teardown(self):
-        try:
-            super().teardown()
-        finally:
-            if hasattr(self, "patch"):
-                self.patch.undo()
 
 
 class NoisyTraffic(DraftedTraffic):
@@ -227,7 +223,7 @@ class NoisyTraffic(DraftedTraffic):
         windows=st.sampled_from((WHOLE, WINDOWED)),
     )
     def begin(self, running, spare, kv_pages, places, seed, overlap, windows):
-        self.overlap, self.windows, self.patch = overlap, windows, pytest.MonkeyPatch()
+        self.overlap, self.windows = overlap, windows
         predict_half_right(self.patch, lambda *choice: self.checked.expected[choice][0], seed)
         Traffic.begin(self, running, spare, kv_pages, places)
         self.pin(True)
@@ -291,17 +287,9 @@ class StatefulTraffic(Traffic):
     )
     def begin(self, running, spare, kv_pages, places, cached):
         self.cached_states = cached
-        self.patch = pytest.MonkeyPatch()
         self.patch.setattr(KVCache, "state_piece", PAGE)
         self.patch.setattr(batch_builder, "CHUNK", PAGE)
         super().begin(running, spare, kv_pages, places)
-
-    def teardown(self):
-        try:
-            super().teardown()
-        finally:
-            if hasattr(self, "patch"):
-                self.patch.undo()
 
 
 class BorderTraffic(HostedTraffic):
@@ -317,7 +305,7 @@ class BorderTraffic(HostedTraffic):
         overlap=st.sampled_from((True, True, False)),
     )
     def begin(self, running, spare, kv_pages, places, host_pages, windows, overlap):
-        self.overlap, self.windows, self.patch = overlap, windows, pytest.MonkeyPatch()
+        self.overlap, self.windows = overlap, windows
         self.more = {"kv_host_bytes": host_pages * (2 * 4 * 4 * PAGE + 8)}
         self.more |= {"moving_border": True, "max_context": 24}
         self.patch.setattr(HostPages, "pays", lambda *_: True)
