@@ -187,8 +187,7 @@ def test_all_features_answer_the_same(
         by_way[way] += outputs[-1].timings.accepted_tokens
     if every == 1:
         idle = {way for way, accepted in by_way.items() if not accepted}
-        # Plain draws may repeat nothing, the others may stop early.
-        assert idle <= {"drawn", "grammar", "stop", "kept stop"}
+        assert idle <= {"grammar", "stop", "kept stop"}  # those may stop early
 
 
 @pytest.mark.parametrize("overlap", [True, pytest.param(False, marks=pytest.mark.soak)])
