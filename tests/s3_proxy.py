@@ -67,7 +67,10 @@ def proxied(fault: Fault, certificate: Path | None = None) -> Iterator[None]:
     if certificate is not None:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(certificate)
-        server.socket = context.wrap_socket(server.socket, server_side=True)
+        # Each connection's thread shakes hands at its first read: in `accept`, one would block all.
+        server.socket = context.wrap_socket(
+            server.socket, server_side=True, do_handshake_on_connect=False
+        )
     thread = threading.Thread(target=server.serve_forever, args=(0.05,))
     thread.start()
     try:
