@@ -62,10 +62,10 @@ _LEAST_GAIN = LEAST_DRAFT_GAIN
 _GAP_S = DRAFT_GAP_S
 # Steps in which nothing is predicted after a prediction that led to no draft.
 _PAUSES = {DraftSource.MTP: 8, DraftSource.DRAFT: 32}
-# Sequences that decode in a step, for each token that their lookups may pause: at most about as many
-# texts are searched in a step, each in 20 µs.
+# About how many lookups may search in a step of many sequences, each in up to 30 µs; others pause.
 _SEARCHES = 32
-_PART = 4  # tokens by which drafts grow in turn, those first of which most come true
+# Number of tokens by which drafts grow in turn, in the order in which most come true.
+_PART = 4
 _UNREAD = -1  # in place of a token that is not known yet
 
 
