@@ -593,7 +593,7 @@ def check_begun_answer(call: Call, thinking: Thinking, tags: ThinkTags) -> None:
 
 
 def echoed_texts(call: Call, tokenizer: Tokenizer) -> tuple[str, ...]:
-    """Return the text of each prompt that a call's answer repeats; () without `echo`."""
+    """Return the text of each prompt if the call asks to repeat them (`echo`); else ()."""
     given = call.prompts if call.echo else ()
     return tuple(
         each if isinstance(each, str) else str(tokenizer.decode(list(each))) for each in given

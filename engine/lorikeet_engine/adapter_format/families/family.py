@@ -363,7 +363,7 @@ class Family:
 
     @property
     def usually_has_qkv_bias(self) -> bool:
-        """Whether q, k and v have biases, unless attention_bias says otherwise."""
+        """Whether q, k and v have biases if config.json does not set `attention_bias`."""
         return self.qkv_bias or bool(self.switches.get("attention_bias"))
 
 

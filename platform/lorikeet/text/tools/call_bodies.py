@@ -20,7 +20,7 @@ _NAME = r"[\w.-]{1,128}"
 class BodyEnd(Protocol):
     """Incremental finder of the end of a body of tool calls. Reads each character once.
 
-    A body is the text of calls behind the mark that opens them, if there is one.
+    A body is the text of tool calls after their opening mark, or all of it without such a mark.
     """
 
     def find(self, text: str) -> int | None:
@@ -88,7 +88,7 @@ class NamedEnd(JsonEnd):
 def body_begin(syntax: ToolSyntax) -> "regex.Pattern[str]":
     """Return the pattern that the beginning of a body of tool calls must match.
 
-    A body is the text of calls behind the mark that opens them, if there is one.
+    A body is the text of tool calls after their opening mark, or all of it without such a mark.
     """
     match syntax.style:
         case CallStyle.JSON:
