@@ -57,7 +57,8 @@ def refusal(work) -> str | None:
 def test_values_are_accepted_exactly_if_they_can_be_packed(stored_as, scaled_by, tmp_path):
     (dtype, stored), (side, scaling) = stored_as, scaled_by
     below = torch.tensor(EDGES[dtype]).nextafter(torch.tensor(0.0))
-    values = [below, EDGES[dtype], -EDGES[dtype], below / scaling, 1.0, torch.nan, -torch.inf]
+    edge = EDGES[dtype]
+    values = [below, edge, -edge, below / scaling, edge / scaling, 1.0, torch.nan, -torch.inf]
     for number, value in enumerate(values):
         shelf = Shelf(tmp_path / str(number))
         blob, spec = spoilt(shelf, side, float(value), 2 * scaling, stored)
