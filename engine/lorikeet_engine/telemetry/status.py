@@ -152,7 +152,10 @@ class LiveStats:
     ranks: sum of the ranks of the decoding sequences' distinct adapters.
     context: number of tokens that the decoding sequences attend to together, averaged over the
         layers (StepCosts.decode_sees).
-    oldest_wait_s: longest time that a sequence without an output token has waited.
+    oldest_wait_s: longest time that a sequence without an output token has waited, of those that
+        are not in the background.
+    background: number of running and waiting sequences in the background.
+    background_pages: number of KV pages that these hold, each counted for each of its sequences.
     loading_bytes: bytes of adapter images on their way to the GPU, whatever tier they are in now.
     free_bytes: unused bytes of the GPU's adapter memory.
     room_bytes: free_bytes plus the bytes that evictions could free now.
@@ -168,6 +171,8 @@ class LiveStats:
     ranks: int = 0
     context: int = 0
     oldest_wait_s: float = 0.0
+    background: int = 0
+    background_pages: int = 0
     kv_pages_used: int = 0
     kv_pages_total: int = 0
     loading_bytes: int = 0
