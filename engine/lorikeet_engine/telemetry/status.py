@@ -217,7 +217,8 @@ class EngineStatus(DraftSums):
         remote to the disk, from the disk to the host, from the host to the GPU. An adapter loaded
         from remote makes all three loads.
     load_failures: number of failed loads of any kind.
-    preemptions: number of times that a sequence was preempted.
+    preemptions: number of times that a sequence was preempted, without those in the background,
+        which give way to all others.
     prompt_tokens: number of prompt tokens of the choices that have begun.
     cached_tokens: number of these prompt tokens that were in the KV cache.
     output_tokens: number of tokens delivered to requests.
