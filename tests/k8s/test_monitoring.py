@@ -7,6 +7,7 @@ import subprocess
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,9 @@ from lorikeet.metrics.controller import ReplicaCount, controller_metrics
 from lorikeet.metrics.exposition import render
 from lorikeet.metrics.replica import replica_metrics
 from lorikeet.protocol.messages import Call, Refusal
+from lorikeet_engine.adapter import Residency
+from lorikeet_engine.telemetry.counters import LOAD_S, STEP_S
+from lorikeet_engine.telemetry.status import Distribution
 from tests.gateway.conftest import Items, chat, serving
 from tests.gateway.test_why import told
 from tests.k8s.manifests import OVERLAYS, ROOT, Manifest, of_kind, pods, problems, selects
@@ -158,7 +162,7 @@ def _scraped(folder: Path) -> str:
     async def pages() -> Sequence[bytes]:
         replica = {"base_model": "tiny", "replica": "r0"}
         control = controller_metrics([], {"tiny": ReplicaCount(2, 1)}, 0.1)
-        return [render(replica_metrics(engine_status(), INFO), replica), render(control, {})]
+        return [render(replica_metrics(_STATUS, INFO), replica), render(control, {})]
 
     async def overloaded(call: Call) -> Items:
         yield Refusal("overloaded", "later")
@@ -166,8 +170,19 @@ def _scraped(folder: Path) -> str:
     with serving(folder, metrics_pages=pages) as gateway:
         for replay in (told, overloaded):
             gateway.engines.replay = replay
+            gateway.post("/v1/chat/completions", chat(service_tier="flex"))
             gateway.post("/v1/chat/completions", chat())
         return gateway.request("GET", "/metrics", gateway.admin_key).text
+
+
+def _some(bounds: Sequence[float]) -> Distribution:
+    return Distribution(tuple(bounds), (1,) * (len(bounds) + 1), 1.0)
+
+
+_STATUS = replace(
+    engine_status(_some(STEP_S)),
+    loads={tier: _some(LOAD_S) for tier in Residency if tier is not Residency.GPU},
+)
 
 
 def _of_kind(kind: str) -> Manifest:
