@@ -25,7 +25,7 @@ from lorikeet.catalog.records import (
 )
 from lorikeet.catalog.rules.limits import options_of, with_options
 from lorikeet.parity.figures import GapCause, Parity, Verdict
-from lorikeet.request_defaults import RequestDefaults
+from lorikeet.request_defaults import AddedToken, RequestDefaults, TokenizerChanges
 from lorikeet_engine.adapter import Embedder, Head, Pooling, Problem, Residency, TouchedModules
 
 PARTITION_SCHEMA = 5
@@ -154,7 +154,11 @@ def _adapter_row(record: AdapterRecord, defaults: list[Json]) -> Json:
 
 def _defaults_row(d: RequestDefaults) -> Json:
     sampling = dict(sorted(d.sampling.items()))
-    return [d.chat_template, d.system_prompt, list(d.stop), list(d.stop_token_ids), sampling]
+    row = [d.chat_template, d.system_prompt, list(d.stop), list(d.stop_token_ids), sampling]
+    if d.tokenizer is None:
+        return row
+    added = [list(astuple(token)) for token in d.tokenizer.added]
+    return [*row, added, list(map(list, d.tokenizer.special_tokens))]
 
 
 def _version_row(v: VersionRecord) -> Json:
@@ -192,8 +196,14 @@ def _alias_row(record: AdapterRecord, alias: str) -> Json:
 
 
 def _defaults(row: Json) -> RequestDefaults:
-    template, system_prompt, stop, stop_token_ids, sampling = row
-    return RequestDefaults(template, system_prompt, tuple(stop), tuple(stop_token_ids), sampling)
+    template, system_prompt, stop, stop_token_ids, sampling, *tokenizer = row
+    changes = None
+    if tokenizer:
+        added, special_tokens = tokenizer
+        named = ((name, text) for name, text in special_tokens)
+        changes = TokenizerChanges(tuple(AddedToken(*each) for each in added), tuple(named))
+    once = template, system_prompt, tuple(stop), tuple(stop_token_ids), sampling
+    return RequestDefaults(*once, changes)
 
 
 def _adapter(
