@@ -34,9 +34,9 @@ READ_SCHEMAS = (2, 3, 4, 5)
 """Format versions that this release reads.
 
 Adapter versions lack `touches` in schema 2, lack trained tokens and `trained_on` in schemas 2 and
-3, and lack invocation tokens, heads, embedders and request defaults in schemas 2 to 4. In schemas 2
-to 4, only publish keys have adapters, tenants lack budgets in money and limits on files and
-batches, and pins lack prompts. Releases that know no parity proofs ignore them.
+3, and lack invocation tokens, heads, embedders, added tokens and request defaults in schemas 2 to
+4. In schemas 2 to 4, only publish keys have adapters, tenants lack budgets in money and limits on
+files and batches, and pins lack prompts. Releases that know no parity proofs ignore them.
 """
 
 Json = Any
@@ -172,8 +172,9 @@ def _version_row(v: VersionRecord) -> Json:
         None if v.parity is None else _parity_row(v.parity),
         None if v.head is None else astuple(v.head),
         None if v.embedder is None else astuple(v.embedder),
+        v.vocabulary,
     ]
-    while last and last[-1] in (None, ()):
+    while last and last[-1] in (None, (), 0):
         last.pop()
     return [*row, " ".join(linears), *numbers, *last]
 
@@ -239,7 +240,8 @@ def _version(number: int, row: Json, defaults: RequestDefaults | None) -> Versio
         invocation_tokens=invocation,
         parity=_parity(touched[7]) if len(touched) > 7 and touched[7] is not None else None,
         head=_head(touched[8]) if len(touched) > 8 and touched[8] is not None else None,
-        embedder=_embedder(touched[9]) if len(touched) > 9 else None,
+        embedder=_embedder(touched[9]) if len(touched) > 9 and touched[9] is not None else None,
+        vocabulary=touched[10] if len(touched) > 10 else 0,
         defaults=defaults,
     )
 

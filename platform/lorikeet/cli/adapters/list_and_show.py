@@ -130,6 +130,8 @@ def show_kind(version: dict[str, Any]) -> Iterator[str]:
         shown = escape(", ".join(labels[:_SHOWN_LABELS]) + more)
         count = f"{len(labels)} label{'s' * (len(labels) != 1)}"
         yield f"classifies texts by a head of {count}: {shown}"
+    if count := version["vocabulary"]:
+        yield f"has {count} tokens, more than its base model"
     if tokens := version["invocation_tokens"]:
         shown = ", ".join(map(str, tokens))
         yield f"is an activated LoRA: it changes a prompt from the last tokens {shown} on"

@@ -221,7 +221,7 @@ class UploadEndpoints:
         facts = await self._validated(order, wanted.digest, blob)
         await registration.run(uploads.keep, facts.digest, order.actor, blob)
         services, smoke = self._services, Json()
-        size = services.base_models[facts.base_model].shape.vocabulary
+        size = max(facts.vocabulary, services.base_models[facts.base_model].shape.vocabulary)
         defaults = await checked_defaults(
             wanted.defaults, services.encoders, order.tenant, facts.base_model, size
         )
