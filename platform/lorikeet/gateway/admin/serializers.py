@@ -58,6 +58,7 @@ def version_json(adapter: AdapterRecord, version: VersionRecord) -> Json:
         "invocation_tokens": list(version.invocation_tokens),
         "head": None if version.head is None else asdict(version.head),
         "embedder": None if version.embedder is None else asdict(version.embedder),
+        "vocabulary": version.vocabulary,
         "parity": parity_json(version.parity),
         "created": version.created,
         "retired": version.retired,

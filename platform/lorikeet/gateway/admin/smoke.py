@@ -105,7 +105,8 @@ async def smoke_test(
         )
     context = services.engines.max_context(base_model)
     encoded = await services.encoders.encode_turns(base_model, prompts, context, defaults)
-    test = SmokeTest(request_id, adapter, encoded, max_tokens)
+    tokenizer = None if defaults is None else defaults.tokenizer
+    test = SmokeTest(request_id, adapter, encoded, max_tokens, tokenizer)
     answers = services.engines.smoke(base_model, test)
     return smoke_report(prompts, await result_of(services, base_model, f"tried {adapter}", answers))
 
