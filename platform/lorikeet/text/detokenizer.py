@@ -172,6 +172,7 @@ class Detokenizer:
         self._hidden = hidden or frozenset()
         self._skip_special = hidden is None
         self._context = list(prompt[-_CONTEXT_TOKENS:])  # tokens before the undecoded ones
+        self._repeated = ""  # text that the decoder will return once more
         self._begin()
         self._stop_strings, self._may_stop = stop, bool(stop)
         self._min_tokens = min_tokens
@@ -261,7 +262,7 @@ class Detokenizer:
         """
         self._decoder = DecodeStream(ids=self._context, skip_special_tokens=self._skip_special)
         before = self._text_of(self._context)
-        self._repeated: str = before if before.endswith(_REPLACEMENT) else ""
+        self._repeated = before if before.endswith(_REPLACEMENT) else ""
 
     def _text_of(self, token_ids: list[int]) -> str:
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=self._skip_special))
