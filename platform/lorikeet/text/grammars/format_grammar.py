@@ -30,7 +30,7 @@ _IN_LARK = {
     r"\w": "[0-9A-Za-z_]",
     r"\W": "[^0-9A-Za-z_]",
 }
-"""What stands in a Lark rule for parts of a regular expression, also within `[…]`."""
+"""Forms in Lark rules of parts of a regular expression, also within `[…]`."""
 
 
 def schema_grammar(schema: str, param: str = "response_format", *, lets_go: bool = False) -> str:
