@@ -6,6 +6,7 @@ tokens or of another adapter becomes a wrong token.
 
 import logging
 import os
+import shutil
 import threading
 from collections import Counter, deque
 from contextlib import nullcontext
@@ -155,7 +156,9 @@ def test_a_page_is_written_to_a_small_disk_once(tmp_path):
     assert not engine.fetches.work, "nothing is left to write"
 
 
-@pytest.mark.parametrize("damage", ["a byte", "a page of another prompt", "an error"])
+@pytest.mark.parametrize(
+    "damage", ["a byte", "a page of another prompt", "an error", "cut off", "cut in a page"]
+)
 def test_pages_damaged_on_the_disk_are_computed_again(damage, tmp_path, always_fetch, monkeypatch):
     engine = checked(tmp_path, host_pages=24, disk_pages=200)
     computed = answer(engine)
@@ -167,6 +170,8 @@ def test_pages_damaged_on_the_disk_are_computed_again(damage, tmp_path, always_f
             damage_file(engine, place)
     elif damage == "an error":
         pages_file._file.close()
+    elif damage.startswith("cut"):
+        os.ftruncate(fd, 100 if damage == "cut in a page" else 0)
     else:
         os.pwrite(fd, os.pread(fd, stride * 190, 0), stride)
     assert answer(engine) == computed
@@ -210,6 +215,21 @@ def test_the_file_of_pages_has_no_name(tmp_path, always_fetch):
     fd = engine.engine._page_copies._own.file._file.fileno()
     assert os.fstat(fd).st_size >= 200 * PLACE_BYTES
     assert os.fstat(fd).st_nlink == 0
+
+
+def test_pages_on_the_disk_outlive_a_cleaned_folder_but_not_their_engine(tmp_path, always_fetch):
+    engine = checked(tmp_path, host_pages=24, disk_pages=200)
+    computed = answer(engine)
+    to_disk(engine)
+    shutil.rmtree(tmp_path / "cache")
+    assert answer(engine) <= computed - len(LONG) + PAGE
+    assert usage(engine.engine).read == len(LONG) // PAGE - 1
+    again = checked(tmp_path, host_pages=24, disk_pages=200)
+    assert answer(again) == computed
+    to_disk(again)
+    assert answer(again) <= computed - len(LONG) + PAGE
+    for each in (engine, again):
+        each.engine.close()
 
 
 @pytest.mark.parametrize(
@@ -408,7 +428,9 @@ def test_tokens_that_come_by_two_fetches_count_as_from_the_host(
     assert usage(engine.engine).tokens == 4 * PAGE + len(LONG) - PAGE
 
 
-def test_pages_of_a_damaged_adapter_that_are_under_way_are_not_shared(tmp_path, always_fetch):
+def test_pages_of_a_damaged_adapter_that_are_under_way_are_not_shared(
+    tmp_path, always_fetch, long_fetches
+):
     engine = checked(tmp_path)
     answer(engine, adapter=GOOD)
     push_out(engine)
