@@ -377,6 +377,24 @@ def test_no_step_of_others_waits_for_pages(tmp_path, always_fetch):
     engine.drain()
 
 
+def test_a_step_waits_for_no_fetch_beside_another(tmp_path, always_fetch, monkeypatch):
+    """Two fetches at once would share the buffers of their copies."""
+    engine = checked(tmp_path, kv_pages=24, host_pages=80)
+    answer(engine)
+    push_out(engine)
+    push_out(engine)
+    with monkeypatch.context() as patch:
+        patch.setattr(host_pages, "IN_STEP_S", -1.0)
+        aborted = engine.submit(LONG, sampling=SHORT)
+        engine.step()
+        engine.abort(aborted)
+        engine.step()
+    engine.submit((40, *LONG[1:]), sampling=SHORT)
+    engine.step()
+    assert len(engine.fetches.work) == 2
+    engine.drain()
+
+
 @pytest.mark.parametrize("fault", ["no memory for the copy", "the batch cannot be laid out"])
 def test_a_fault_while_a_step_waits_for_pages_leaves_nothing_behind(
     fault, tmp_path, always_fetch, monkeypatch

@@ -415,10 +415,12 @@ class HostPages(PageSlots):
         return Arrival(pages, tuple(reads))
 
     def is_short(self, arrival: Arrival) -> bool:
-        """Whether a fetch that was just begun needs no disk, and is expected to end with all others
-        within IN_STEP_S.
+        """Whether a fetch that was just begun needs no disk, is the only one under way, and is
+        expected to end within IN_STEP_S.
         """
-        return not arrival.reads and self._fetch_s(self._fetching * self.page_bytes) <= IN_STEP_S
+        if arrival.reads or self._fetching > len(arrival.pages):
+            return False
+        return self._fetch_s(len(arrival.pages) * self.page_bytes) <= IN_STEP_S
 
     def cancel_fetch(self, arrival: Arrival) -> None:
         """End a fetch that copies nothing."""
