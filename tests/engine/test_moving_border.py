@@ -5,6 +5,7 @@ test_random_traffic.py moves it in random traffic; memory that moves away is spo
 
 import itertools
 import random
+from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace
 from unittest.mock import MagicMock
@@ -259,3 +260,17 @@ def test_withdrawn_pages_leave_the_cache_and_go_once_nobody_has_them():
     pool.restore(range(3))
     assert (pool.pages, pool.free) == (6, 3)
     assert sorted(pool.take(3)) == [0, 1, 2]
+
+
+def test_preemption_frees_neither_shared_nor_withdrawn_pages():
+    pool, dropped = PagePool(6), Counter[int]()
+    pages = pool.take(4)
+    for page in pages[:2]:
+        pool.publish(page, bytes([page]))
+    pool.share(pages[:2])
+    pool.withdraw(pages[3:])
+    assert pool.freed_by(pages, dropped) == 1
+    assert pool.freed_by(pages[:2], dropped) == 2, "nobody else has them"
+    pool.release(pages)
+    pool.release(pages[:2])
+    assert pool.free == 2 + 1 + 2
