@@ -195,8 +195,6 @@ def test_a_pins_prompt_stays_until_it_is_removed(
     catalog: AdapterCatalog, register: Register
 ) -> None:
     prompt = "You are a clerk.\n\u2028\0" * (MAX_SYSTEM_PROMPT_BYTES // 21)  # bytes of one
-        : MAX_SYSTEM_PROMPT_BYTES // 2
-    ]
     register("acme/support", b"1")
     catalog.pin("acme", "support", prompt=prompt, actor="ann")
     again = catalog.pin("acme", "support", priority=2, actor="ann")
