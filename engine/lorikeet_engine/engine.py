@@ -572,7 +572,9 @@ def _live_stats(
     pending = waiting + prefilling
     leases = (sequence.lease for sequence in decoding)
     now_s = time.monotonic()
-    oldest_s = min((s.timings.arrived_s for s in pending if not s.output_length), default=now_s)
+    background = [s for s in (*running, *waiting) if s.background]
+    unanswered = (s for s in pending if not (s.output_length or s.background))
+    oldest_s = min((s.timings.arrived_s for s in unanswered), default=now_s)
     return LiveStats(
         running=len(running),
         decoding=len(decoding),
@@ -583,6 +585,8 @@ def _live_stats(
         ranks=sum({lease.slot: lease.rank for lease in leases if lease is not None}.values()),
         context=round(sum(costs.decode_sees(s.length) for s in decoding)),
         oldest_wait_s=now_s - oldest_s,
+        background=len(background),
+        background_pages=sum(sum(map(len, s.kv.pages)) for s in background),
         kv_pages_used=cache.used,
         kv_pages_total=cache.pages,
         loading_bytes=tiers.loading_bytes,

@@ -215,11 +215,52 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             (Curve(gauge("lorikeet_sequences", "state"), "{{state}}"),),
             stacked=True,
         ),
+        Panel(
+            "Drafted tokens that were accepted, by source",
+            "percentunit",
+            (
+                Curve(
+                    rate("lorikeet_accepted_tokens_total", "source")
+                    + " / "
+                    + rate("lorikeet_drafted_tokens_total", "source"),
+                    "{{source}}",
+                ),
+            ),
+            "With LORIKEET_SPECULATION.",
+            top=1,
+        ),
+        Panel(
+            "KV pages on host and disk",
+            "ops",
+            (
+                Curve(rate("lorikeet_kv_host_page_events_total", "event"), "host: {{event}}"),
+                Curve(rate("lorikeet_kv_disk_page_events_total", "event"), "disk: {{event}}"),
+            ),
+            "With LORIKEET_KV_HOST_MEMORY and LORIKEET_KV_DISK.",
+        ),
+        Panel(
+            "GPU memory of adapters and KV pages",
+            "bytes",
+            (
+                Curve(
+                    f"sum by (side) (lorikeet_border_units{{{_MODEL}}}"
+                    " * on (base_model, replica) group_left"
+                    f" lorikeet_border_unit_bytes{{{_MODEL}}})",
+                    "{{side}}",
+                ),
+            ),
+            "With LORIKEET_MOVING_BORDER.",
+        ),
     ),
     "Tenants and adapters": (
         Panel("Requests by tenant", "reqps", top("lorikeet_tenant_requests_total", "tenant")),
         Panel("Tokens by tenant", "tokens/s", top("lorikeet_tenant_tokens_total", "tenant")),
         Panel("Requests by adapter", "reqps", top("lorikeet_adapter_requests_total", "adapter")),
+        Panel(
+            "Tokens of batches and tier flex",
+            "tokens/s",
+            (Curve(rate("lorikeet_flex_tokens_total", "kind"), "{{kind}}"),),
+        ),
     ),
     "Control": (
         Panel(

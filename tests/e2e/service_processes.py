@@ -26,10 +26,10 @@ def engine_processes(service: Service) -> dict[int, int]:
     return found
 
 
-def gateway_process() -> int:
-    """Return the id of the process that runs this service's only gateway."""
-    gateway = actor_named("default#gateway#")
-    process: int = ray.get(gateway.__ray_call__.remote(lambda actor: os.getpid()))
+def process_of(deployment: str) -> int:
+    """Return the id of the process that runs the only replica of a Serve deployment."""
+    actor = actor_named(f"default#{deployment}#")
+    process: int = ray.get(actor.__ray_call__.remote(lambda actor: os.getpid()))
     return process
 
 

@@ -21,7 +21,7 @@ from lorikeet.gateway.pushing.push_folders import BLOB
 from lorikeet_engine.adapter_format import BaseShape, write_blob
 from tests.e2e.conftest import REPLICAS, ROOT
 from tests.e2e.faulty_replica import faults
-from tests.e2e.service_processes import complete, engine_processes, gateway_process
+from tests.e2e.service_processes import complete, engine_processes, process_of
 from tests.waiting import eventually
 
 TASK = TASKS[0]
@@ -181,7 +181,7 @@ def test_a_push_is_complete_or_absent_after_its_gateway_dies(service, key, blob,
     with store_link.down():
         lost = push(service, key, made, name="policy-killed", alias="prod").json()
         assert (lost["ready"], lost["durable"]) == (True, False)
-        os.kill(gateway_process(), signal.SIGKILL)  # ray.kill returns before the process ends
+        os.kill(process_of("gateway"), signal.SIGKILL)  # ray.kill returns before the process ends
     model = version["model"]
     assert eventually(lambda: ask(service, model).status_code == 200, within_s=60)
     assert show(service, key, lost).status_code == 404

@@ -332,6 +332,41 @@ async def test_bytes_in_flight_are_bounded(tmp_path: Path, monkeypatch: pytest.M
 
 
 @in_loop
+async def test_large_results_are_committed_before_their_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, service = LocalStore(tmp_path / "store"), Service(0.01)
+    batch = make(store, tmp_path)
+    monkeypatch.setattr(runner, "FLUSH_S", 1000.0)
+    monkeypatch.setattr(runner, "MAX_PENDING_BYTES", 4000)
+    monkeypatch.setattr(runner, "PART_BYTES", 1000)
+    task = run(store, service)
+    await until(lambda: stores(store)[0].mark(batch, ENDED))
+    await end(task)
+    assert outputs(store, batch, tmp_path) == ALL
+
+
+@in_loop
+async def test_a_full_disk_delays_the_end_and_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, service, finish = LocalStore(tmp_path / "store"), Service(), runner._Run._finish
+    batch, failures = make(store, tmp_path), iter(range(2))
+
+    def full(self: Any, *given: Any) -> None:
+        if next(failures, None) is not None:
+            raise OSError(28, "No space left on device")
+        finish(self, *given)
+
+    monkeypatch.setattr(runner._Run, "_finish", full)
+    task = run(store, service)
+    await until(lambda: stores(store)[0].mark(batch, ENDED))
+    await end(task)
+    assert service.answered.total() == LINES
+    assert outputs(store, batch, tmp_path) == ALL
+
+
+@in_loop
 async def test_a_tenants_lines_at_once_are_bounded_by_its_own_limit(tmp_path: Path) -> None:
     store, service = LocalStore(tmp_path / "store"), Service(0.01)
     batch = make(store, tmp_path, "narrow", 20)

@@ -7,6 +7,7 @@ import subprocess
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +23,13 @@ from lorikeet.metrics.exposition import render
 from lorikeet.metrics.replica import replica_metrics
 from lorikeet.protocol.messages import Call, Refusal
 from lorikeet_engine.adapter import Residency
-from lorikeet_engine.telemetry.counters import LOAD_S, SIZES, STEP_S
-from lorikeet_engine.telemetry.status import Distribution, EngineStatus, LiveStats, TierStatus
+from lorikeet_engine.telemetry.counters import LOAD_S, STEP_S
+from lorikeet_engine.telemetry.status import Distribution
 from tests.gateway.conftest import Items, chat, serving
 from tests.gateway.test_why import told
 from tests.k8s.manifests import OVERLAYS, ROOT, Manifest, of_kind, pods, problems, selects
 from tests.k8s.manifests import render as rendered
-from tests.metrics.statuses import INFO
+from tests.metrics.statuses import INFO, engine_status
 
 OPERATIONS = ROOT / "docs" / "operations.md"
 RULES = HERE / "rules.yaml"
@@ -169,6 +170,7 @@ def _scraped(folder: Path) -> str:
     with serving(folder, metrics_pages=pages) as gateway:
         for replay in (told, overloaded):
             gateway.engines.replay = replay
+            gateway.post("/v1/chat/completions", chat(service_tier="flex"))
             gateway.post("/v1/chat/completions", chat())
         return gateway.request("GET", "/metrics", gateway.admin_key).text
 
@@ -177,21 +179,9 @@ def _some(bounds: Sequence[float]) -> Distribution:
     return Distribution(tuple(bounds), (1,) * (len(bounds) + 1), 1.0)
 
 
-_HELD = (Residency.GPU, Residency.HOST, Residency.DISK)
-_STATUS = EngineStatus(
-    live=LiveStats(running=1, waiting=1, kv_pages_used=1, kv_pages_total=2),
-    tiers={tier: TierStatus(1, 2, 3, 3, 4) for tier in _HELD},
-    lookups=dict.fromkeys(Residency, 1),
+_STATUS = replace(
+    engine_status(_some(STEP_S)),
     loads={tier: _some(LOAD_S) for tier in Residency if tier is not Residency.GPU},
-    load_failures=1,
-    preemptions=1,
-    prompt_tokens=1,
-    cached_tokens=1,
-    output_tokens=1,
-    step_s=_some(STEP_S),
-    step_sequences=_some(SIZES),
-    step_adapters=_some(SIZES),
-    inter_token_s={None: _some(STEP_S), Residency.GPU: _some(STEP_S)},
 )
 
 

@@ -4,6 +4,8 @@ import pytest
 import yaml
 from ray.serve.schema import ServeDeploySchema
 
+from lorikeet.gateway.batches.runner import MAX_OUTPUT_BYTES, MAX_RUNS
+from lorikeet.gateway.routes.files import MAX_FILE_BYTES, MAX_TRANSFERS
 from lorikeet.settings import Settings
 from tests.k8s.manifests import (
     OVERLAYS,
@@ -123,12 +125,22 @@ def test_gateways_controller_and_engines_can_write_to_their_cache_folder(overlay
             assert "emptyDir" in volumes[mount["name"]]
 
 
+@both
+def test_gateways_have_room_for_their_batches_and_a_tenants_uploads(overlay: str) -> None:
+    """An upload is on the disk twice: as it arrives, and as it goes to the store."""
+    volumes = pods(overlay)["gateways"]["spec"]["volumes"]
+    (tmp,) = [volume["emptyDir"] for volume in volumes if volume["name"] == "tmp"]
+    running = MAX_RUNS * MAX_FILE_BYTES + MAX_OUTPUT_BYTES
+    assert _bytes(tmp["sizeLimit"]) > running + 2 * MAX_TRANSFERS * MAX_FILE_BYTES
+
+
 def test_each_gpu_engine_has_a_gpu_and_room_for_the_host_arena() -> None:
     (engine,) = pods("gpu")["engines"]["spec"]["containers"]
     parsed = Settings.from_env(settings("gpu"))
     assert parsed.device == "cuda"
     assert engine["resources"]["limits"]["nvidia.com/gpu"] == "1"
-    assert _bytes(engine["resources"]["limits"]["memory"]) > 2 * parsed.adapter_host_memory
+    on_host = 2 * parsed.adapter_host_memory + (parsed.kv_host_memory or 0)
+    assert _bytes(engine["resources"]["limits"]["memory"]) > on_host
 
 
 def _bytes(quantity: str) -> int:

@@ -25,6 +25,16 @@ def test_adapters_used_more_than_once_or_pinned_are_the_working_set():
     )
 
 
+def test_sequences_in_the_background_are_no_pressure():
+    live = LiveStats(
+        running=16, decoding=16, waiting=90, background=103, background_pages=31, kv_pages_used=39,
+        kv_pages_total=40,
+    )  # fmt: skip
+    status = EngineStatus(live, {Residency.GPU: TierStatus(2, 60, 100, 90, 0)})
+    pressure = measure_pressure(ReplicaReport("r0", "tiny", status, ()), 16, sole_copies=0.0)
+    assert (pressure.running_share, pressure.kv_share) == (3 / 16, 0.2)
+
+
 def test_statistics_keep_every_known_value():
     for sole_copies in (None, 0.0, 0.4):
         signals = ReplicaPressure(40, 100, 0.5, 0.5, 0.25, sole_copies)

@@ -695,7 +695,7 @@ class Scheduler:
         self.running.remove(sequence)
         self._free(sequence)
         sequence.timings.preemptions += 1
-        self._counters.preemptions += 1
+        self._counters.preemptions += not sequence.background
         sequence.status = SequenceStatus.PREEMPTED
         self._queue(sequence)
 

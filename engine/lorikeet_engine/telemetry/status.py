@@ -152,7 +152,10 @@ class LiveStats:
     ranks: sum of the ranks of the decoding sequences' distinct adapters.
     context: number of tokens that the decoding sequences attend to together, averaged over the
         layers (StepCosts.decode_sees).
-    oldest_wait_s: longest time that a sequence without an output token has waited.
+    oldest_wait_s: longest time that a sequence without an output token has waited, of those that
+        are not in the background.
+    background: number of running and waiting sequences in the background.
+    background_pages: number of KV pages that these hold, each counted for each of its sequences.
     loading_bytes: bytes of adapter images on their way to the GPU, whatever tier they are in now.
     free_bytes: unused bytes of the GPU's adapter memory.
     room_bytes: free_bytes plus the bytes that evictions could free now.
@@ -168,6 +171,8 @@ class LiveStats:
     ranks: int = 0
     context: int = 0
     oldest_wait_s: float = 0.0
+    background: int = 0
+    background_pages: int = 0
     kv_pages_used: int = 0
     kv_pages_total: int = 0
     loading_bytes: int = 0
@@ -212,7 +217,8 @@ class EngineStatus(DraftSums):
         remote to the disk, from the disk to the host, from the host to the GPU. An adapter loaded
         from remote makes all three loads.
     load_failures: number of failed loads of any kind.
-    preemptions: number of times that a sequence was preempted.
+    preemptions: number of times that a sequence was preempted, without those in the background,
+        which give way to all others.
     prompt_tokens: number of prompt tokens of the choices that have begun.
     cached_tokens: number of these prompt tokens that were in the KV cache.
     output_tokens: number of tokens delivered to requests.

@@ -13,6 +13,9 @@ _IN_USE = 1.0  # decayed uses from which an adapter belongs to the working set
 class ReplicaPressure:
     """Pressure on one replica at one moment.
 
+    Sequences in the background (lines of batches, tier flex) count in none but working_bytes: they
+    take what is idle, and need no replica of their own.
+
     working_bytes: bytes on the GPU that the adapters in use on the replica, at any tier, would
         take together, with the pinned adapters on its GPU.
     arena_bytes: capacity of the GPU's memory for adapters.
@@ -45,6 +48,8 @@ def measure_pressure(
         while unknown.
     """
     live = report.status.live
+    sequences = max(0, live.decoding + live.pending - live.background)
+    pages = max(0, live.kv_pages_used - live.background_pages)
     working = (
         adapter.image_bytes or 0
         for adapter in report.adapters
@@ -54,8 +59,8 @@ def measure_pressure(
         working_bytes=sum(working),
         arena_bytes=report.status.tiers[Residency.GPU].capacity_bytes,
         oldest_wait_s=live.oldest_wait_s,
-        running_share=(live.decoding + live.pending) / max_running,
-        kv_share=live.kv_pages_used / live.kv_pages_total,
+        running_share=sequences / max_running,
+        kv_share=pages / live.kv_pages_total,
         sole_copies=sole_copies,
     )
 

@@ -1,11 +1,13 @@
 """Status of an engine: its work, the tiers of adapters, and reports of changes only."""
 
 import time
+from dataclasses import replace
 
 import pytest
 
 from lorikeet_engine.adapter import Residency
 from lorikeet_engine.costs import seen_tokens
+from lorikeet_engine.request import SchedulingParams
 from lorikeet_engine.telemetry.status import LiveStats
 from tests.engine.engine_driver import Answers, build, greedy, prompt
 from tests.engine.peft_adapters import save_adapter
@@ -61,6 +63,22 @@ def test_live_stats_count_waiting_and_decoding_sequences(engine, refs):
     answers.all()
     live = engine.status().live
     assert live.running == live.decoding == live.ranks == live.kv_pages_used == 0
+
+
+def test_live_stats_count_sequences_in_the_background_apart(engine):
+    answers = Answers(engine)
+    answers.submit(
+        replace(greedy("line", prompt(20)), scheduling=SchedulingParams(background=True))
+    )
+    waiting = engine.status().live
+    assert (waiting.waiting, waiting.background, waiting.oldest_wait_s) == (1, 1, 0.0)
+    answers.until(lambda: engine.status().live.decoding == 1)
+    live = engine.status().live
+    assert (live.background, live.background_pages) == (1, live.kv_pages_used)
+    answers.submit(greedy("request", prompt(20)))
+    live = engine.status().live
+    assert (live.waiting, live.background, live.oldest_wait_s > 0) == (1, 1, True)
+    answers.all()
 
 
 def test_context_counts_less_where_layers_have_windows(tiny_checkpoints, shelf, tmp_path):

@@ -59,6 +59,12 @@ MAX_RUNS = 8
 """Limit on the batches that a gateway runs at once, at most one of each tenant."""
 MAX_PENDING_BYTES = 64 * 2**20
 """Limit on a run's bytes of lines in flight and of results that no part has yet."""
+PART_BYTES = MAX_PENDING_BYTES // 4
+"""Bytes of results at which a part is written before its time."""
+MAX_OUTPUT_BYTES = 2 * 2**30
+"""Limit on the bytes of a batch's results, which each take the gateway's disk once more at the end;
+the batch then fails with the answers so far.
+"""
 _RETRIED = frozenset(
     ("rate_limit_exceeded", "overloaded", "unavailable", "store_error", "adapter_not_ready")
 )
@@ -74,7 +80,12 @@ _FOLDER = "lorikeet-batch-"  # then the gateway's process id
 _UNDONE = {
     "expired": "the batch expired before this request was answered",
     "cancelled": "the batch was cancelled before this request was answered",
+    "failed": "the batch failed before this request was answered",
 }
+_TOO_LARGE = (
+    f"the answers take more than {MAX_OUTPUT_BYTES} bytes: make a batch of the requests that the "
+    "error file has with the code batch_failed"
+)
 
 
 class BatchRunner:
@@ -103,6 +114,8 @@ class BatchRunner:
         self._turns = LineTurns(others_run)
         self._threads = ThreadPoolExecutor(MAX_RUNS + 2, thread_name_prefix="batches")
         self._runs: dict[str, asyncio.Task[None]] = {}  # by tenant
+        # One output at a time is on the disk, which the gateways of Kubernetes have little of.
+        self.finishing = asyncio.Lock()
         self._woken = asyncio.Event()
         # by batch: last lease, its time of renewal, and when they were first seen
         self._seen: dict[str, tuple[str, float, float]] = {}
@@ -194,7 +207,7 @@ class BatchRunner:
         try:
             with tempfile.TemporaryDirectory(prefix=f"{_FOLDER}{os.getpid()}-") as folder:
                 await _Run(self, batch, run, Path(folder)).complete()
-        except StoreError as error:
+        except (StoreError, OSError) as error:
             log.warning("batch_run_failed", extra=facts | {"error": str(error)})
         except Exception:
             log.exception("batch_run_failed", extra=facts)
@@ -220,7 +233,8 @@ class _Run:
         self._input = folder / "input"
         self._results = list[Result]()
         self._parts, self._pending_bytes, self._begun_s = 0, 0, time.monotonic()
-        self._room = asyncio.Condition()
+        self._result_bytes = self._output_bytes = 0  # without a part; of all results of the batch
+        self._room, self._part_full = asyncio.Condition(), asyncio.Event()
 
     async def complete(self) -> None:
         """Run the batch to its end, or until another gateway runs it.
@@ -233,10 +247,13 @@ class _Run:
             if status is None:
                 errors = await self._in_thread(self._input_errors)
                 status = "failed" if errors else await self._answer_lines()
-            await self._in_thread(self._renew)
+                if status == "failed" and not errors:
+                    errors = [error_json("output_too_large", _TOO_LARGE, None, None)]
+            async with self._runner.finishing:
+                await self._in_thread(self._renew)
+                await self._in_thread(lambda: self._finish(status, errors))
         except _Superseded:
             return
-        await self._in_thread(lambda: self._finish(status, errors))
 
     def _input_errors(self) -> list[Json]:
         """Download the input; check it unless an earlier run has; return its errors."""
@@ -258,12 +275,13 @@ class _Run:
         Raises _Superseded if another gateway runs the batch or has ended it, and then
         commits nothing: the other run answers the same lines.
         """
-        done = await self._in_thread(
-            lambda: {result.number for result in self._batches.results(self._batch)}
+        sizes = await self._in_thread(
+            lambda: {each.number: len(each.line) for each in self._batches.results(self._batch)}
         )
+        self._output_bytes = sum(sizes.values())
         tasks = [
             asyncio.create_task(work)
-            for work in (self._answer_all(done), self._watch(), self._keep_committing())
+            for work in (self._answer_all(sizes), self._watch(), self._keep_committing())
         ]
         answering, watching, _ = tasks
         try:
@@ -278,19 +296,24 @@ class _Run:
                 await _to_the_end(self._commit())
         return (answering if answering in ended else watching).result()
 
-    async def _answer_all(self, done: set[int]) -> str:
-        """Answer the lines that are not done, several at a time."""
+    async def _answer_all(self, done: Collection[int]) -> str:
+        """Answer the lines that are not done, several at a time; return the batch's status.
+
+        Begin none once the results have more than MAX_OUTPUT_BYTES: the batch has failed.
+        """
         lines = (line for line in read_lines(self._input) if line.number not in done)
         places = asyncio.Semaphore(await self._runner.lines_at_once(self._batch.tenant))
         async with asyncio.TaskGroup() as group:
             while (line := await self._in_thread(lambda: next(lines, None))) is not None:
+                if self._output_bytes > MAX_OUTPUT_BYTES:
+                    break
                 await self._take_room(len(line.body))
                 await places.acquire()
                 task = group.create_task(self._answer(line))
                 task.add_done_callback(lambda _: places.release())
         while self._results and not await self._try_to_commit():
             await asyncio.sleep(FLUSH_S)
-        return "completed"
+        return "completed" if line is None else "failed"
 
     async def _answer(self, line: Line) -> None:
         """Answer a line and add its result."""
@@ -298,6 +321,10 @@ class _Run:
         shown = _result_json(self._batch, line, answered)
         self._results.append(Result(line.number, answered.status == OK, shown))
         self._pending_bytes += len(shown)
+        self._result_bytes += len(shown)
+        self._output_bytes += len(shown)
+        if self._result_bytes >= PART_BYTES:
+            self._part_full.set()
         await self._give_room(len(line.body))
 
     async def _answered(self, line: Line) -> Answered:
@@ -351,11 +378,16 @@ class _Run:
             raise _Superseded
 
     async def _keep_committing(self) -> NoReturn:
-        """Write new results to the store from time to time, until cancelled."""
+        """Write new results to the store, from time to time and once they have PART_BYTES, until
+        cancelled.
+        """
         while True:
             ran_s = time.monotonic() - self._begun_s
-            await asyncio.sleep(min(max(FLUSH_S, _FLUSH_SHARE * ran_s), LONGEST_FLUSH_S))
-            await self._try_to_commit()
+            with suppress(TimeoutError):
+                wait_s = min(max(FLUSH_S, _FLUSH_SHARE * ran_s), LONGEST_FLUSH_S)
+                await asyncio.wait_for(self._part_full.wait(), wait_s)
+            if not await self._try_to_commit():
+                await asyncio.sleep(FLUSH_S)
 
     async def _try_to_commit(self) -> bool:
         """Write new results to the store; return False if the store fails."""
@@ -372,8 +404,10 @@ class _Run:
         Raises StoreError if the store fails, and keeps the results for the next part.
         """
         results, self._results = self._results, []
+        self._part_full.clear()
         if not results:
             return
+        size, self._result_bytes = self._result_bytes, 0
         number, self._parts = self._parts, self._parts + 1
         try:
             await self._in_thread(
@@ -381,8 +415,9 @@ class _Run:
             )
         except BaseException:
             self._results = results + self._results
+            self._result_bytes += size
             raise
-        await self._give_room(sum(len(result.line) for result in results))
+        await self._give_room(size)
 
     async def _take_room(self, size: int) -> None:
         """Wait until `size` bytes fit into MAX_PENDING_BYTES, or none are pending; count them."""

@@ -138,8 +138,8 @@ def _create(
     """Save a new batch and return its JSON.
 
     Raises UnsupportedParameter for another endpoint, NotFound without such a file, InvalidInput for
-    another file than an upload, RateLimited for too many open batches, StoreError if the store
-    fails.
+    another file than an upload, RateLimited for too many open batches, InsufficientQuota if the
+    tenant's files, output included, are beyond its limits, StoreError if the store fails.
     """
     if body.endpoint not in BATCH_ENDPOINTS:
         problem = f"endpoint: want one of {', '.join(BATCH_ENDPOINTS)}"
@@ -149,6 +149,7 @@ def _create(
             raise InvalidInput("input_file_id: want a file of purpose batch", param="input_file_id")
     except NotFound as error:
         raise NotFound(f"input_file_id: {error.message}", param="input_file_id") from None
+    files.check_quota(tenant)
     now, after = batches.clock(), body.output_expires_after
     batch = BatchRecord(
         f"batch_{sortable_id(now)}",
