@@ -316,6 +316,7 @@ class BorderTraffic(HostedTraffic):
         self.patch.setitem(border_memory.GRANULES, "cpu", 64)  # a unit is a page
         self.patch.setattr(border, "EVERY_S", 0)
         Traffic.begin(self, running, spare, kv_pages, places)
+        assert self.checked.engine.status().border.lendable_units > 0
         self.wanted = 0
         self.patch.setattr(BorderPolicy, "decide", lambda *_: self.wanted)
 
