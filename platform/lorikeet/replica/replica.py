@@ -27,12 +27,11 @@ from lorikeet.protocol.messages import (
     SmokeResult,
     SmokeTest,
 )
-from lorikeet.protocol.output_log import outputs_of
 from lorikeet.protocol.parity import ParityTest
 from lorikeet.protocol.placement_decision import PinTarget, PlacementDecision
 from lorikeet.protocol.pushing import HoldState, PushMessage
 from lorikeet.protocol.replica_report import ReplicaReport
-from lorikeet.protocol.response_stream import DeltaGroup, ResponseStreams
+from lorikeet.protocol.response_stream import DeltaGroup, ResponseStreams, outputs_of
 from lorikeet.protocol.status_update import StatusUpdate, to_stats
 from lorikeet.replica.answer_sender import AnswerSender
 from lorikeet.replica.base_copies import changed_copies, changed_rows
