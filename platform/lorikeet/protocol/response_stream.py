@@ -33,8 +33,8 @@ replaces the remaining items. The last DeltaGroup of an answer is marked as its 
 call has ended before that mark came is lost and not repeated.
 
 With the items of a DeltaGroup comes the log of the engine's outputs that they were made of. The
-gateway keeps the log unread. If the replica is lost, another replica gets the log, converts the same
-outputs again and drops the items, which the client has, so that the next items follow without a gap.
+gateway keeps the log unread. If the replica is lost, another replica gets the log, converts the
+same outputs again and drops the items, which the client has: the next items follow without a gap.
 The log keeps outputs apart, since an answer's events depend on where each output ends.
 """
 
