@@ -28,10 +28,14 @@ from lorikeet.protocol.messages import (
     SmokeTest,
     StreamItem,
 )
-from lorikeet.protocol.output_log import tokens_in
 from lorikeet.protocol.parity import ParityTest
 from lorikeet.protocol.replica_report import ReplicaReport
-from lorikeet.protocol.response_stream import DeltaGroup, ResponseBuffer, ResponseBuffers
+from lorikeet.protocol.response_stream import (
+    DeltaGroup,
+    ResponseBuffer,
+    ResponseBuffers,
+    tokens_in,
+)
 from lorikeet.retry_after import NO_REPLICA_S
 from lorikeet.routing.fleet import HEADER_AGE_S, Fleet, fleet_of
 from lorikeet.serving.push_delivery import PushDelivery
