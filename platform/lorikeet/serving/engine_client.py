@@ -387,14 +387,13 @@ async def _taken(buffer: ResponseBuffer, course: "_Course") -> list[StreamItem]:
     Raises _AnswerLost if the replica is lost, Unavailable if no replica continues an answer that
     has begun, GenerationFailed if the replica's code failed or the answer's end was lost.
     """
-    request_id = course.sent.attempt_id
     try:
         return await buffer.take()
     except RayTaskError as error:
-        raise _translated(error, request_id) from error
+        raise _translated(error, course.sent.attempt_id) from error
     except (Unavailable, *REPLICA_LOST) as error:
         course.on_lost()
-        raise _translated(error, request_id) from error
+        raise _translated(error, course.sent.attempt_id) from error
     except asyncio.CancelledError as error:
         if is_being_cancelled():
             raise
