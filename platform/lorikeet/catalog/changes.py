@@ -139,6 +139,7 @@ class VersionRegistered(AdapterChange):
     parity: Parity | None = None
     head: Head | None = None
     embedder: Embedder | None = None
+    vocabulary: int = 0
     type: Literal["version_registered"] = "version_registered"
 
 
@@ -239,7 +240,8 @@ class Pinned:
     priority: if not all pins fit, higher priorities are kept first.
     expires: Unix seconds; None: never.
     prompt: system prompt whose KV pages replicas compute before users ask; None: no prompt.
-    draft: whether the adapter drafts tokens of all answers of its base model.
+    draft: whether the adapter drafts tokens of all answers of its base model; None in
+        an order to pin: as the earlier pin says.
     """
 
     tenant: str
@@ -251,7 +253,7 @@ class Pinned:
     reason: str = ""
     expires: float | None = None
     prompt: str | None = None
-    draft: bool = False
+    draft: bool | None = None
     type: Literal["pinned"] = "pinned"
 
 
@@ -315,8 +317,8 @@ def schema_of(changes: Iterable[Change]) -> int:
     restricts, pushes = False, False
     for change in changes:
         match change:
-            case VersionRegistered(invocation_tokens=tokens, head=head, embedder=own) if (
-                tokens or head or own
+            case VersionRegistered() if (
+                change.invocation_tokens or change.head or change.embedder or change.vocabulary
             ):
                 return SCHEMA
             case TenantOptionsSet(options=options) if not _NEW_OPTIONS.isdisjoint(options):
