@@ -372,7 +372,7 @@ def _read(
     if config.mtp is not None:
         checkpoint.rename(f"{_MTP}layers.0.", beyond)
     model = LlamaModel(config, checkpoint, ranks)
-    # DeepSeek's parts for multi-token prediction are in layers behind the last one
+    # DeepSeek's parts for multi-token prediction are in layers after the last one
     next_tokens = _MTP if shape.latents is None else beyond
     # published checkpoints have them in layers that attend to other layers' keys and values
     readers = [n for n in range(shape.layers) if shape.kv_owner(n) != n]

@@ -208,7 +208,7 @@ class CallEncoders:
         defaults: RequestDefaults | None,
         work: Callable[[PromptEncoder], T],
     ) -> T:
-        """Return the result of `work`, called in a thread with the encoder that an adapter has.
+        """Call `work` in a thread with an adapter's encoder; return the result.
 
         defaults: the adapter's own request defaults.
         """

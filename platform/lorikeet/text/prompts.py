@@ -339,7 +339,7 @@ class PromptEncoder:
         defaults: the adapter's own request defaults, with the system prompt.
         max_context: longest sequence that the engine takes, tokens.
 
-        Raises InvalidInput if the chat template refuses a message behind the system prompt,
+        Raises InvalidInput if the chat template refuses a message after the system prompt,
         ContextLengthExceeded if a long prompt exceeds the context.
         """
         about = ("", Endpoint.CHAT, 0, "", "", None)
@@ -433,9 +433,9 @@ class PromptEncoder:
         return [said["content"] in text for text in shown] == [False, True]
 
     def _takes_system_only_first(self) -> bool:
-        """Return True if the template refuses or drops a system message behind other messages.
+        """Return True if the template refuses or drops a system message after other messages.
 
-        Templates of Qwen 3.5 refuse it, and Ministral 3's behind an answer; gpt-oss' drops it.
+        Templates of Qwen 3.5 refuse it, and Ministral 3's after an answer; gpt-oss' drops it.
         Coding agents send such messages.
         """
         first, later = ({"role": "system", "content": said} for said in ("Be brief.", "Be kind."))
@@ -526,7 +526,7 @@ class PromptEncoder:
     ) -> str:
         """Return the prompt up to the end of the last message, which the answer continues.
 
-        A mark behind the last message keeps templates from trimming the whitespace at its end.
+        A mark after the last message keeps templates from trimming the whitespace at its end.
 
         arguments: variables for the chat template.
 
@@ -638,8 +638,8 @@ def check_context(call: Call, prompts: Sequence[Sequence[int]], max_context: int
 def check_begun_answer(call: Call, thinking: Thinking, tags: ThinkTags) -> None:
     """Raise InvalidInput if an answer with a format would continue the text of a message.
 
-    A grammar describes whole answers, and would begin anew behind that text. A message that ends
-    within the model's thoughts, or right behind them, has no such text.
+    A grammar describes whole answers, and would begin anew after that text. A message that ends
+    within the model's thoughts, or right after them, has no such text.
 
     thinking: whether the model, at the end of the prompt, never thinks, may begin to or has begun.
     tags: the model's tags of thinking.
@@ -656,7 +656,7 @@ def check_begun_answer(call: Call, thinking: Thinking, tags: ThinkTags) -> None:
 
 
 def echoed_texts(call: Call, tokenizer: Tokenizer) -> tuple[str, ...]:
-    """Return the text of each prompt that a call's answer repeats; () without `echo`."""
+    """Return the text of each prompt if the call asks to repeat them (`echo`); else ()."""
     given = call.prompts if call.echo else ()
     return tuple(
         each if isinstance(each, str) else str(tokenizer.decode(list(each))) for each in given

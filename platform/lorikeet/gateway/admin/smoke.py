@@ -117,9 +117,9 @@ def smoke_report(prompts: Sequence[str], result: SmokeResult) -> dict[str, Any]:
 
     prompts: user messages of the test.
 
-    Member equal_share: fraction of positions at which both answers have the same token; positions
+    equal_share: fraction of positions at which both answers have the same token; positions
         count up to the longer answer's length.
-    Member first_difference: first position, from 0, at which the two answers to any prompt differ;
+    first_difference: first position, from 0, at which the two answers to any prompt differ;
         null if all are equal.
     """
     pairs = list(zip(result.base, result.adapted, strict=True))
