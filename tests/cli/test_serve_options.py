@@ -124,6 +124,10 @@ def test_nothing_is_made_by_printing(tmp_path: Path, monkeypatch: pytest.MonkeyP
     [
         (["nowhere"], "there is no folder nowhere: give the folder of a base model"),
         ([__file__], "is no folder: give the folder of a base model"),
+        (
+            [str(DEMO.parent / "adapters/quillon/upper")],
+            "upper is an adapter: give its base model, and --adap",
+        ),
         ([str(DEMO), "other=nowhere"], "there is no folder nowhere"),
         (
             [str(DEMO), str(DEMO)],
