@@ -67,9 +67,14 @@ def _named(text: str) -> tuple[str, str]:
 
 
 def _check(source: str) -> None:
-    if Path(source).is_dir():
+    folder = Path(source)
+    if (folder / "adapter_config.json").exists() and not (folder / "config.json").exists():
+        raise InvalidInput(
+            f"{source} is an adapter: give its base model, and the adapter as --adapters {source}"
+        )
+    if folder.is_dir():
         return
-    if Path(source).exists():
+    if folder.exists():
         raise InvalidInput(f"{source} is no folder: give the folder of a base model")
     if not _REPOSITORY.fullmatch(source):
         raise InvalidInput(
