@@ -8,13 +8,10 @@ INSTALLED := .venv/.installed
 TEST := $(BIN)/pytest -m "not soak and not gpu and not attack" --hypothesis-profile ci
 # These start the whole service: a quarter of the processor time of all tests.
 SERVICE_TESTS := tests/e2e tests/demo/test_make_serve.py tests/loadtest/test_loadtest.py
-# These import torch and mostly PEFT, 8 s of processor time. Two of the others import torch, so that
-# their halves take about as long.
-ENGINE_TESTS := tests/engine tests/corpus tests/demo tests/gpu tests/cli/test_convert.py \
-	tests/doctor/test_machine.py tests/doctor/test_own_model_page.py \
-	tests/gateway/test_trainer_client.py \
-	tests/loadtest/engine tests/loadtest/test_goodput.py tests/loadtest/test_real_service.py \
-	tests/replica/test_engine_settings.py
+# These import torch and mostly PEFT, 8 s of processor time a process. No other test imports torch.
+ENGINE_TESTS := tests/engine tests/replica tests/corpus tests/demo tests/doctor tests/gpu \
+	tests/cli/test_convert.py tests/gateway/test_trainer_client.py tests/loadtest/engine \
+	tests/loadtest/test_goodput.py tests/loadtest/test_real_service.py
 # These hold times to bounds, and run alone.
 TIMED_TESTS := tests/engine/execution/test_calibration.py tests/engine/scheduling/test_deadlines.py \
 	tests/loadtest/test_client.py \
@@ -80,7 +77,7 @@ test-service: $(INSTALLED)
 # What the service's tests leave of the machine's cores is theirs. Each process imports what its half needs.
 # The engine's take longest: alone at the end, one process would leave a core idle.
 test-engine: $(INSTALLED)
-	$(UNITS) -p no:schemathesis --numprocesses 2 $(ENGINE_TESTS) $(addprefix --ignore=,$(SERVICE_TESTS) $(TIMED_TESTS))
+	$(UNITS) --numprocesses 2 $(ENGINE_TESTS) $(addprefix --ignore=,$(SERVICE_TESTS) $(TIMED_TESTS))
 
 test-platform: $(INSTALLED)
 	$(UNITS) --numprocesses 2 tests $(addprefix --ignore=,$(ENGINE_TESTS) $(SERVICE_TESTS) $(TIMED_TESTS))

@@ -144,20 +144,6 @@ def chat_request(
     return _request(server, path, chat | wanted | _WITH_USAGE)
 
 
-def structured_request(
-    server: Server, request: LoadRequest, text: str, schema: Mapping[str, Any]
-) -> bytes:
-    """Encode a chat request for JSON of a schema, for at most `output_tokens` tokens."""
-    wanted = {"max_tokens": request.output_tokens, "response_format": schema_format(schema)}
-    chat = {"model": request.model, "messages": messages(text)}
-    return _request(server, "/v1/chat/completions", chat | wanted | _WITH_USAGE)
-
-
-def schema_format(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the `response_format` field for a schema."""
-    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
-
-
 def messages(text: str) -> list[dict[str, str]]:
     """Return the `messages` field of a chat of one user message."""
     return [{"role": "user", "content": text}]

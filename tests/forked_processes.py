@@ -13,14 +13,12 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
 from lorikeet.text import template_server
-from tests.engine.forkserver import FORKSERVER, PRELOADED
+from tests.engine.forkserver import FORKSERVER, preload
 
 if TYPE_CHECKING:
     from lorikeet.replica.grammar_sandbox import GrammarSandbox
 
-FORKSERVER.set_forkserver_preload(
-    [*PRELOADED, "lorikeet.replica.grammar_sandbox", "transformers.utils.chat_template_utils"]
-)
+preload("lorikeet.replica.grammar_sandbox", "transformers.utils.chat_template_utils")
 
 
 class ForkedProcess:

@@ -78,6 +78,7 @@ class AdapterRef:
         () for other adapters.
     head: classification or reward head; None for adapters that generate.
     embedder: the adapter's own way of embedding texts; None: the base model's.
+    vocabulary: number of tokens of an adapter that has more than its base model; 0 for others.
     """
 
     tenant: str
@@ -87,6 +88,7 @@ class AdapterRef:
     invocation_tokens: tuple[int, ...] = field(default=(), compare=False)
     head: Head | None = field(default=None, compare=False)
     embedder: Embedder | None = field(default=None, compare=False)
+    vocabulary: int = field(default=0, compare=False)
 
     @property
     def members(self) -> "tuple[AdapterRef, ...]":

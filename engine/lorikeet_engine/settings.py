@@ -60,6 +60,8 @@ class EngineSettings:
         answers of their adapter, and verifies several in a step; the tokens of answers stay the
         same. `mtp` also drafts one token by the checkpoint's head for multi-token prediction,
         `draft` up to eight by an adapter pinned as draft (Engine.pin). `off`: no drafts.
+    max_added_tokens: number of tokens behind the base model's vocabulary that adapters may have of
+        their own. Logits of all sequences have as many columns more.
     tensor_parallel: number of this machine's GPUs that share the base model, each holding a part of
         it; kv_bytes, state_bytes and adapter_gpu_bytes are those of each GPU. On a CPU, the number
         of processes.
@@ -88,6 +90,7 @@ class EngineSettings:
     adapter_disk_bytes: int = 4 << 30
     max_rank: int = 64
     max_adapter_bytes: int = 1 << 30
+    max_added_tokens: int = 0
     inter_token_goal_s: float | None = None
     overlap: bool = True
     speculation: str = "off"

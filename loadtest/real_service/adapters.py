@@ -168,7 +168,7 @@ def _pack(
     blob = folder / f"a{adapter}.blob"
     write_blob(own, blob)
     bases = read_base_models(settings)
-    limits = AdapterLimits(settings.max_rank, settings.max_adapter_bytes)
+    limits = AdapterLimits(settings.max_rank, settings.max_adapter_bytes, settings.max_added_tokens)
     return blob, validate_blob(blob, bases, limits, next(iter(bases)), adapter_memory(settings))
 
 

@@ -3,7 +3,7 @@
 import runpy
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Self
@@ -70,21 +70,16 @@ def served_app() -> Application:
 
 
 @contextmanager
-def service(
-    variables: Mapping[str, str],
-    proxy: str = "HAProxy",
-    compose: Callable[[], Application] = served_app,
-) -> Iterator[RunningService]:
+def service(variables: Mapping[str, str], proxy: str = "HAProxy") -> Iterator[RunningService]:
     """Run the service until the end of the block.
 
     variables: LORIKEET_ variables.
     proxy: a name in PROXIES.
-    compose: makes the application, in the service's environment.
     Raises RuntimeError if the service does not start; the logs of its processes have the cause.
     """
     admin = f"127.0.0.1:{free_port()}"
     with cluster(proxy, {**variables, "LORIKEET_ADMIN_ADDRESS": admin}) as url:
-        serve.run(compose())
+        serve.run(served_app())
         settle(proxy)
         yield RunningService(url, f"http://{admin}")
 

@@ -267,6 +267,14 @@ class Settings(BaseModel):
     )
     max_rank: int = Field(64, ge=1, description="largest LoRA rank accepted")
     max_adapter_bytes: Bytes = Field(2**30, description="largest adapter upload accepted")
+    max_added_tokens: int = Field(
+        0,
+        ge=0,
+        le=2**16,
+        description="largest number of tokens behind a base model's vocabulary that adapters with "
+        "a resized vocabulary may have; logits of all requests have as many columns more, so "
+        "multiples of 64 are best",
+    )
     import_from: Annotated[tuple[str, ...], BeforeValidator(parse_prefixes)] = Field(
         (),
         description="s3://bucket/prefix from which lorikeet register may read adapters, several "

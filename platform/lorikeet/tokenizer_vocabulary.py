@@ -1,7 +1,8 @@
 """Vocabularies of base models' and adapters' tokenizers, and a warning if the two differ.
 
-Prompts and answers of an adapter are written by its base model's tokenizer. A trainer may have
-added tokens, and saved its own tokenizer beside the adapter.
+Prompts and answers of an adapter are written by its base model's tokenizer, unless the adapter was
+registered with its own. A trainer may have added tokens, and saved its own tokenizer beside the
+adapter.
 """
 
 import hashlib
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lorikeet.chat_template import bounded_text
+from lorikeet.errors import InvalidInput
 
 TOKENIZER_FILES = ("tokenizer.json", "added_tokens.json")
 """Names of files that hold a vocabulary; added_tokens.json counts only without tokenizer.json."""
@@ -18,6 +20,11 @@ MAX_TOKENIZER_BYTES = 64 << 20
 """Size limit in bytes of a file that holds a vocabulary; Gemma 3's tokenizer.json has 33 MB."""
 MAX_ADDED = 16_384
 """Maximum number of added tokens that are compared; Gemma 3 has 6,415."""
+SPECIAL_TOKENS = tuple(
+    f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+)
+"""Names of special tokens in tokenizer_config.json, which chat templates use as variables."""
+_MAX_CONFIG_BYTES = 8 << 20  # Gemma's tokenizer_config.json has 1.2 MB
 _SHOWN = 3
 
 
@@ -49,6 +56,44 @@ def read_vocabulary(folder: Path) -> TokenizerVocabulary | None:
     return None
 
 
+def read_tokenizer(folder: Path) -> dict[str, Any]:
+    """Return the tokenizer in an adapter's folder as JSON, for a registration: the digest of its
+    vocabulary and merges, its added tokens, and the texts of its special tokens.
+
+    Raises InvalidInput if there is no tokenizer.json, or if a file is too large or malformed.
+    """
+    try:
+        found = json.loads(bounded_text(folder / "tokenizer.json", MAX_TOKENIZER_BYTES))
+        fields = ("id", "content", "special", "single_word", "lstrip", "rstrip", "normalized")
+        added = [{name: each[name] for name in fields} for each in found.get("added_tokens") or ()]
+        model = model_digest(found["model"])
+        file = folder / "tokenizer_config.json"
+        config = json.loads(bounded_text(file, _MAX_CONFIG_BYTES)) if file.exists() else {}
+        given = {name: config.get(name) for name in SPECIAL_TOKENS}
+        special = {
+            name: each["content"] if isinstance(each, Mapping) else each
+            for name, each in given.items()
+            if each is not None
+        }
+    except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
+        raise InvalidInput(
+            f"--use-tokenizer: the source has no tokenizer.json that can be read ({error}): save "
+            "the fast tokenizer of the training there, with save_pretrained"
+        ) from None
+    return {"model": model, "added": added, "special_tokens": special}
+
+
+def model_digest(model: Mapping[str, Any]) -> str:
+    """Return the SHA-256 in hex of the vocabulary and the merges of a tokenizer.
+
+    model: `model` of a tokenizer.json, in which merges are pairs, or texts with a space between
+        both parts.
+    """
+    saved = model.get("merges") or ()
+    merges = [each.split(" ") if isinstance(each, str) else each for each in saved]
+    return hashlib.sha256(json.dumps([_digest(model["vocab"]), *merges]).encode()).hexdigest()
+
+
 def vocabulary_warning(
     trained: TokenizerVocabulary | None, served: TokenizerVocabulary | None, base_model: str
 ) -> str | None:
@@ -63,19 +108,21 @@ def vocabulary_warning(
     """
     if trained is None or served is None:
         return None
-    remedy = (
-        f"{base_model}'s tokenizer writes prompts and answers: if training used them, serve a copy "
-        "of the base model's folder with the adapter's tokenizer under another name"
-    )
+    writes = f"{base_model}'s tokenizer writes prompts and answers: if training used"
     if served.trained and trained.trained not in (None, served.trained):
-        return f"its folder's tokenizer has another vocabulary than {base_model}, and {remedy}"
+        return (
+            f"its folder's tokenizer has another vocabulary than {base_model}, and {writes} it, "
+            "serve a copy of the base model's folder with the adapter's tokenizer under another "
+            "name"
+        )
     others = [token for token, at in trained.added.items() if served.added.get(token) != at]
     if not others:
         return None
     named = ", ".join(token[:40] for token in others[:_SHOWN])
     return (
         f"its folder's tokenizer has {len(others)} tokens that {base_model} lacks or numbers "
-        f"otherwise ({named}{', …' if len(others) > _SHOWN else ''}), and {remedy}"
+        f"otherwise ({named}{', …' if len(others) > _SHOWN else ''}), and {writes} them, register "
+        "it with --use-tokenizer"
     )
 
 

@@ -22,7 +22,7 @@ from lorikeet.errors import (
     UnknownTenant,
 )
 from lorikeet.parity.figures import GapCause, Parity, Verdict
-from lorikeet.request_defaults import RequestDefaults
+from lorikeet.request_defaults import AddedToken, RequestDefaults, TokenizerChanges
 from lorikeet_engine.adapter import AdapterRef, Embedder, Head, Pooling, Problem, TouchedModules
 
 Register = Callable[..., VersionRecord]
@@ -109,7 +109,9 @@ def test_a_versions_request_defaults_are_in_the_entry_that_registers_it(
 def test_request_defaults_survive_log_snapshot_retirement_and_restore(
     catalog: AdapterCatalog, store: ObjectStore, register: Register
 ) -> None:
-    other = RequestDefaults(stop=("x",))
+    tokens = (AddedToken(262, "<|x|>", True, normalized=False),)
+    tokenizer = TokenizerChanges(tokens, (("eos_token", "<|x|>"),))
+    other = RequestDefaults(stop=("x",), tokenizer=tokenizer)
     made = [None, OWN, other, OWN]
     for number, defaults in enumerate(made):
         register("acme/support", bytes([number]), defaults=defaults)

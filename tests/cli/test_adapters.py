@@ -175,15 +175,21 @@ def test_register_takes_an_adapters_own_defaults_from_its_folder(
     lorikeet: Lorikeet, tmp_path: Path
 ) -> None:
     folder = peft_folder(tmp_path / "peft")
-    flags = ["--use-chat-template", "--use-generation-config"]
-    for flag, missing in zip(flags, ["no chat template", "generation_config.json"], strict=True):
+    flags = ["--use-chat-template", "--use-generation-config", "--use-tokenizer"]
+    missing_files = ["no chat template", "generation_config.json", "no tokenizer.json"]
+    for flag, missing in zip(flags, missing_files, strict=True):
         failed = lorikeet.run("register", str(folder), "acme/own", flag)
         assert failed.exit_code != 0
         assert missing in " ".join(failed.stderr.split())
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
     (folder / "generation_config.json").write_text('{"eos_token_id": [5, 6], "top_p": 0.5}')
+    tokenizer = json.loads(Path("demo/model/tokenizer.json").read_text())
+    shown = tokenizer["added_tokens"][-1]
+    shown["special"] = False
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     said = lorikeet.run("register", str(folder), "acme/own", "--json", *flags)
     assert "Warning" not in said.stderr
+    assert f"tokenizer (1 token of its own: {shown['content']})" in lorikeet.do("show", "acme/own")
     defaults = json.loads(said.stdout)["defaults"]
     assert defaults["chat_template"] == TEMPLATE
     assert (defaults["stop_token_ids"], defaults["sampling"]) == ([5, 6], {"top_p": 0.5})

@@ -272,9 +272,7 @@ FILES: tuple[Feature, ...] = (
     # Refused files.
     _weights("a pickle", _pickled, f"{_PICKLE} is a pickle"),
     # foundation-model-stack/fms-hf-tuning, its scripts/post_process_adapters_vLLM.py.
-    _weights(
-        "tokens added, for vLLM", _beside("new_embeddings.safetensors"), "were added: resized"
-    ),
+    _weights("tokens added, for vLLM", _beside("new_embeddings.safetensors"), "were added: train"),
     _weights("without a shard", _without_a_shard, "has no adapter_model-00002-of-00002"),
     _files("a .tar.bz2", _packed(_tar("w:bz2"), ".tar.bz2"), "no tar, tar.gz or zip file"),
     _files("a .tar.zst", _of_zstandard, "no tar, tar.gz or zip file"),

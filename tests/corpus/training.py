@@ -264,7 +264,7 @@ TRAINING: tuple[Feature, ...] = (
     ),
     _options("activated LoRA on lm_head", target_modules=["lm_head"], alora_invocation_tokens=[9]),
     _options("an empty invocation", target_modules=["v_proj"], alora_invocation_tokens=[]),
-    _trained("tokens added", save_resized, "resized vocabularies cannot be served"),
+    _trained("tokens added", save_resized, "set LORIKEET_MAX_ADDED_TOKENS"),
     _options("layers replicated", "another base model", layer_replication=[[0, 2], [1, 3]]),
     _options(
         "trained tokens of an activated LoRA",

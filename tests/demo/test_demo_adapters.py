@@ -32,19 +32,22 @@ each_adapter = pytest.mark.parametrize("task", TASKS, ids=lambda task: task.mode
 
 
 @torch.inference_mode()
-def answers(model: torch.nn.Module, tokenizer: Tokenizer, prompts: Sequence[str]) -> list[str]:
-    """Answer single-message chats greedily, in one batch."""
-    chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
+def answers(model: torch.nn.Module, tokenizer: Tokenizer, pairs: Sequence[Pair]) -> list[str]:
+    """Answer single-message chats greedily in one batch, each with as many tokens as show that the
+    longest answer ends where it should.
+    """
+    chats = [[{"role": "user", "content": pair.prompt}] for pair in pairs]
+    longest = max(len(tokenizer(pair.answer)["input_ids"]) for pair in pairs)
     batch = tokenizer.apply_chat_template(
         chats, add_generation_prompt=True, padding=True, return_dict=True, return_tensors="pt"
     )
-    ids = model.generate(**batch, do_sample=False, max_new_tokens=160)
+    ids = model.generate(**batch, do_sample=False, max_new_tokens=longest + 1)
     return tokenizer.batch_decode(ids[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
 def accuracy(model: torch.nn.Module, tokenizer: Tokenizer, pairs: Sequence[Pair]) -> float:
     """Return the share of prompts whose answer is right to the last character."""
-    given = answers(model, tokenizer, [pair.prompt for pair in pairs])
+    given = answers(model, tokenizer, pairs)
     return sum(text == pair.answer for text, pair in zip(given, pairs, strict=True)) / len(pairs)
 
 
@@ -55,7 +58,7 @@ def test_the_adapter_does_its_task_and_the_base_model_does_not(
     pairs = [task.example, *task.held_out_pairs(PROMPTS, seed=1)]
     assert accuracy(base, tokenizer, pairs) <= 0.05
     adapted = PeftModel.from_pretrained(base, DEMO / "adapters" / task.model)
-    assert answers(adapted, tokenizer, [task.example.prompt]) == [task.example.answer]
+    assert answers(adapted, tokenizer, [task.example]) == [task.example.answer]
     assert accuracy(adapted, tokenizer, pairs) >= 0.95
 
 

@@ -42,6 +42,7 @@ SIZES = {  # heads of 128 in most families, as attention kernels are compiled fo
     "eos_token_id": 2,
     "pad_token_id": None,
 }
+_ON_CPU = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 512}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {
         "rope_parameters": {
@@ -292,7 +293,10 @@ def adapters_of(family: str) -> dict[str, dict[str, Any]]:
 
 
 class Float32Reference:
-    """One family: a checkpoint, its adapters, and float32 results of transformers and PEFT."""
+    """One family: a checkpoint, its adapters, and float32 results of transformers and PEFT.
+
+    on_cpu: changes to SIZES on a CPU, which needs no wide heads, and is slow.
+    """
 
     def __init__(
         self,
@@ -300,10 +304,11 @@ class Float32Reference:
         folder: Path,
         device: str,
         adapters: Mapping[str, dict[str, Any]] | None = None,
+        on_cpu: Mapping[str, int] = _ON_CPU,
     ) -> None:
         self.device = device
         self.tolerance = _TOLERANCES.get(family, TOLERANCE)
-        self.checkpoint = _save_model(family, folder / "model")
+        self.checkpoint = _save_model(family, folder / "model", on_cpu if device == "cpu" else {})
         self.shelf = BlobShelf(folder / "blobs")
         self.refs: dict[str | None, Adapter | None] = {None: None}
         base = transformers.AutoModelForCausalLM.from_pretrained(
@@ -427,8 +432,8 @@ def run_to_end(answers: Answers) -> None:
     answers.until(lambda: not answers.pending, timeout_s=120)
 
 
-def _save_model(family: str, folder: Path) -> Path:
-    sizes = {"model_type": family, **SIZES, **FAMILIES[family]}
+def _save_model(family: str, folder: Path, sizes: Mapping[str, int]) -> Path:
+    sizes = {"model_type": family, **SIZES, **sizes, **FAMILIES[family]}
     config = transformers.AutoConfig.for_model(sizes.pop("model_type"), **sizes)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(11)

@@ -10,8 +10,9 @@ from multiprocessing.process import BaseProcess
 
 import psutil
 
-from tests.engine.forkserver import FORKSERVER
+from tests.engine.forkserver import FORKSERVER, preload
 
+preload("lorikeet_engine.process.server")
 _started: list["ForkedEngine"] = []
 
 

@@ -14,8 +14,9 @@ from multiprocessing.reduction import DupFd
 from pathlib import Path
 from typing import Any
 
-from tests.engine.forkserver import FORKSERVER
+from tests.engine.forkserver import FORKSERVER, preload
 
+preload("lorikeet_engine.execution.follower")
 _SPARE = 512  # above every descriptor number that a follower needs
 
 

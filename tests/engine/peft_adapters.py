@@ -36,14 +36,19 @@ def _loaded(checkpoint: Path) -> Any:
     )
 
 
-def save_adapter(checkpoint: Path, folder: Path, seed: int = 0, **lora: Any) -> Path:
+def save_adapter(
+    checkpoint: Path, folder: Path, seed: int = 0, *, rows: int | None = None, **lora: Any
+) -> Path:
     """Save a PEFT folder of a random adapter that changes the answers of a checkpoint's model.
 
+    rows: tokens to which the vocabulary is resized before the training; None: it is not.
     lora: LoraConfig's arguments; names of linears that the model stores as one become its name.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         base = loaded(checkpoint)
+        if rows is not None:
+            base.resize_token_embeddings(rows)
         lora = _named_as_in(base, lora)
         model = peft.get_peft_model(base, peft.LoraConfig(task_type="CAUSAL_LM", **lora))
         for name, weight in model.named_parameters():

@@ -43,7 +43,7 @@ class PeftWorld:
     ) -> None:
         """Save the adapters, and generate every answer.
 
-        adapters: LoraConfig's arguments by name.
+        adapters: arguments of save_adapter by name.
         compositions: weights of adapters, by the name of a composition.
         tokens: tokens of each answer.
         shortest: tokens of the base model's prompt.
@@ -53,7 +53,7 @@ class PeftWorld:
         self.folder = folder
         self.tokens = tokens
         self.names = (None, *adapters, *compositions)
-        self._compositions = compositions
+        self._compositions, self._adapters = compositions, adapters
         self.shelf = BlobShelf(folder / "blobs")
         self.refs: dict[str | None, Adapter | None] = {None: None}
         self.prompts = {
@@ -79,6 +79,8 @@ class PeftWorld:
         model = loaded(self.checkpoint)
         if name in self._compositions:
             return peft_sum(model, self.folder, self._compositions[name])
+        if (rows := self._adapters.get(name or "", {}).get("rows")) is not None:
+            model.resize_token_embeddings(rows)
         return model if name is None else peft.PeftModel.from_pretrained(model, self.folder / name)
 
     def generated(self, model: Any, prompt: list[int]) -> list[int]:

@@ -8,11 +8,11 @@ import torch
 
 from lorikeet_engine.parallel.rank_group import RankGroup
 from lorikeet_engine.parallel.shard import Shard
-from tests.engine.forkserver import FORKSERVER, PRELOADED
+from tests.engine.forkserver import preload
 
 CPU = torch.device("cpu")
-# Modules that the ranks' work would import in each process, in 5 s. The last such list counts.
-FORKSERVER.set_forkserver_preload([*PRELOADED, "transformers", "peft"])
+# Modules that the ranks' work would import in each process, in 5 s.
+preload("transformers", "peft")
 
 
 def run_ranks(

@@ -193,7 +193,7 @@ def test_a_version_and_the_log_show_the_defaults(gateway: Gateway) -> None:
     given = {"chat_template": TEMPLATE, "stop": ["<end>"], "sampling": {"top_k": 7}}
     made = registered(gateway, "acme/shown", **given)
     (version,) = gateway.admin("GET", "/adapters/acme/shown").json()["versions"]
-    whole = {"system_prompt": None, "stop_token_ids": [], **given}
+    whole = {"system_prompt": None, "stop_token_ids": [], "tokenizer": None, **given}
     assert version["defaults"] == made["defaults"] == whole
     entries = gateway.admin("GET", "/log?tenant=acme&name=shown").json()["data"]
     changes = [change for entry in entries for change in entry["changes"]]

@@ -316,7 +316,7 @@ def test_the_thread_that_reads_a_large_input_leaves_time_to_others(tmp_path: Pat
         began_s, worked_s = time.monotonic(), time.thread_time()
         read()
         took_s, worked_s = time.monotonic() - began_s, time.thread_time() - worked_s
-        assert took_s > 1.5 * worked_s
+        assert took_s > 2 * worked_s
 
 
 def test_no_more_batches_are_open_than_a_tenant_may_have(gateway: Gateway) -> None:

@@ -1,6 +1,5 @@
 """Chats of Gemma 4, with its thinking and tool calls, in all APIs."""
 
-import json
 from typing import Any
 
 import pytest
@@ -10,6 +9,7 @@ from pydantic import BaseModel
 from tests.gateway.conftest import Gateway, Script
 from tests.gateway.scripted_replica import ScriptedReplica
 from tests.gateway.test_bad_requests import CHAT, TURN
+from tests.gateway.tool_answers import check_chat, check_message, check_response
 from tests.replica.test_thinking import GEMMA_4_TEMPLATE
 
 LOOK: dict[str, Any] = {
@@ -46,62 +46,15 @@ def gemma(request: pytest.FixtureRequest, script: Script) -> ScriptedReplica:
     return script(TEXT, GEMMA_4_TEMPLATE, marks=request.param)
 
 
-def test_a_chat_has_calls_behind_its_thinking(gateway: Gateway, gemma: ScriptedReplica) -> None:
-    chats = gateway.openai().chat.completions
-    asked: dict[str, Any] = {"model": "tiny", "messages": [TURN], "tools": TOOLS}
-    asked["reasoning_effort"] = "high"
-    (whole,) = chats.create(**asked).choices
-    assert whole.finish_reason == "tool_calls"
-    assert not whole.message.content
-    assert whole.message.to_dict()["reasoning_content"] == THOUGHT
-    assert [json.loads(c.function.arguments) for c in whole.message.tool_calls or []] == GIVEN
-    arguments: dict[int, str] = {}
-    thought = ""
-    for chunk in chats.create(**asked, stream=True):
-        delta = chunk.choices[0].delta
-        assert not delta.content
-        more: Any = delta.to_dict().get("reasoning_content", "")
-        thought += more
-        for call in delta.tool_calls or []:
-            arguments[call.index] = arguments.get(call.index, "") + (call.function.arguments or "")
-    assert thought == THOUGHT
-    assert [json.loads(each) for each in arguments.values()] == GIVEN
-    assert "<|think|>" in gemma.prompts[0]
-    assert "<|tool>declaration:look{" in gemma.prompts[0]
-
-
 def test_a_message_has_a_thinking_block_and_inputs(
     gateway: Gateway, gemma: ScriptedReplica
 ) -> None:
-    asked: dict[str, Any] = {
-        "model": "tiny",
-        "max_tokens": 900,
-        "messages": [TURN],
-        "tools": [{"name": "look", "input_schema": LOOK["parameters"]}],
-        "thinking": {"type": "enabled", "budget_tokens": 1024},
-    }
-    client = gateway.anthropic()
-    with client.messages.stream(**asked) as stream:
-        streamed = stream.get_final_message()
-    for message in (client.messages.create(**asked), streamed):
-        thought, *uses = message.content
-        assert thought.type == "thinking"
-        assert thought.thinking == THOUGHT
-        assert [use.input for use in uses if use.type == "tool_use"] == GIVEN
-        assert message.stop_reason == "tool_use"
+    check_message(gateway, THOUGHT, GIVEN, LOOK)
     assert gemma.prompts[0].endswith("<|turn>model\n")
 
 
 def test_a_response_has_reasoning_and_calls(gateway: Gateway, gemma: ScriptedReplica) -> None:
-    client = gateway.openai()
-    asked: dict[str, Any] = {"model": "tiny", "input": "Go.", "tools": RESPONSE_TOOLS}
-    asked["reasoning"] = {"effort": "high"}
-    with client.responses.stream(**asked) as stream:
-        streamed = stream.get_final_response().output
-    for output in (client.responses.create(**asked).output, streamed):
-        assert [item.type for item in output] == ["reasoning", *["function_call"] * 2]
-        calls = [json.loads(item.arguments) for item in output if item.type == "function_call"]
-        assert calls == GIVEN
+    check_response(gateway, GIVEN, tools=RESPONSE_TOOLS, reasoning={"effort": "high"})
     assert "<|think|>" in gemma.prompts[0]
 
 
@@ -158,32 +111,19 @@ def test_forced_and_strict_calls_are_held_and_streamed_behind_thinking(
         del expected[1:]
         gateway.engines.replay = gemma.writes(TEXT[: TEXT.index("<tool_call|>") + 12])
     tools: list[Any] = [{"type": "function", "function": {**DEEP, "strict": strict}}]
-    chats = gateway.openai().chat.completions
-    asked: dict[str, Any] = {"model": "tiny", "messages": [TURN], "tools": tools}
-    asked |= {"reasoning_effort": "high", "tool_choice": choice}
-    (whole,) = chats.create(**asked).choices
-    assert whole.finish_reason == "tool_calls"
-    assert whole.message.to_dict()["reasoning_content"] == THOUGHT
-    assert [json.loads(c.function.arguments) for c in whole.message.tool_calls or []] == expected
-    arguments: dict[int, list[str]] = {}
-    for chunk in chats.create(**asked, stream=True):
-        for call in chunk.choices[0].delta.tool_calls or []:
-            arguments.setdefault(call.index, []).append(call.function.arguments or "")
-    assert [json.loads("".join(parts)) for parts in arguments.values()] == expected
-    assert (len(arguments[0]) > 9) == (choice != "auto")
+    asked = {"tools": tools, "tool_choice": choice, "reasoning_effort": "high"}
+    check_chat(gateway, THOUGHT, expected, most=9, **asked)
+    assert "<|think|>" in gemma.prompts[0]
+    assert "<|tool>declaration:look{" in gemma.prompts[0]
 
 
 def test_forced_calls_come_in_responses_and_messages(
     gateway: Gateway, gemma: ScriptedReplica
 ) -> None:
-    openai, anthropic = gateway.openai(), gateway.anthropic()
-    respond: dict[str, Any] = {"model": "tiny", "input": "Go.", "reasoning": {"effort": "high"}}
-    respond |= {"tools": [{"type": "function", **DEEP}], "tool_choice": "required"}
-    with openai.responses.stream(**respond) as stream:
-        streamed = stream.get_final_response().output
-    for output in (openai.responses.create(**respond).output, streamed):
-        calls = [json.loads(item.arguments) for item in output if item.type == "function_call"]
-        assert calls == GIVEN
+    tools = [{"type": "function", **DEEP}]
+    asked: dict[str, Any] = {"tools": tools, "reasoning": {"effort": "high"}}
+    check_response(gateway, GIVEN, tool_choice="required", **asked)
+    anthropic = gateway.anthropic()
     ask: dict[str, Any] = {"model": "tiny", "max_tokens": 900, "messages": [TURN]}
     ask |= {"tools": [{"name": "look", "input_schema": DEEP["parameters"]}]}
     ask |= {"tool_choice": {"type": "any"}}

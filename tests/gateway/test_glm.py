@@ -9,6 +9,7 @@ from tests.gateway.conftest import Gateway, Script
 from tests.gateway.scripted_replica import ScriptedReplica
 from tests.gateway.test_bad_requests import TURN
 from tests.gateway.test_xml_calls import EDIT, GIVEN, NAMED
+from tests.gateway.tool_answers import check_chat, check_message, check_response
 
 GLM_4_7 = """
 {%- if tools -%}<|system|>{% for tool in tools %}{{ tool | tojson }}{% endfor %}
@@ -66,20 +67,7 @@ def test_a_chat_has_typed_calls_behind_its_thinking(
     if choice == NAMED:  # which asks for one call
         expected.pop()
         gateway.engines.replay = glm.writes(f"Hm.</think>{ONE}")
-    chats = gateway.openai().chat.completions
-    asked: dict[str, Any] = {"model": "tiny", "messages": [TURN], "tools": tools}
-    asked["tool_choice"] = choice
-    (whole,) = chats.create(**asked).choices
-    assert whole.finish_reason == "tool_calls"
-    assert whole.message.to_dict()["reasoning_content"] == "Hm."
-    calls = whole.message.tool_calls or []
-    assert [json.loads(call.function.arguments) for call in calls] == expected
-    arguments: dict[int, list[str]] = {}
-    for chunk in chats.create(**asked, stream=True):
-        for call in chunk.choices[0].delta.tool_calls or []:
-            arguments.setdefault(call.index, []).append(call.function.arguments or "")
-    assert [json.loads("".join(parts)) for parts in arguments.values()] == expected
-    assert (len(arguments[0]) > 9) == (choice != "auto")
+    check_chat(gateway, "Hm.", expected, most=9, tools=tools, tool_choice=choice)
     assert glm.prompts[0].endswith("<|assistant|><think>")
 
 
@@ -87,22 +75,14 @@ def test_a_chat_has_typed_calls_behind_its_thinking(
 def test_a_response_has_reasoning_and_calls_that_can_be_sent_back(
     gateway: Gateway, glm: ScriptedReplica, choice: Any
 ) -> None:
-    client = gateway.openai()
-    asked: dict[str, Any] = {"model": "tiny", "tools": [{"type": "function", **EDIT}]}
-    asked["tool_choice"] = choice
-    with client.responses.stream(**asked, input="Go.") as stream:
-        streamed = stream.get_final_response().output
-    output: Any = client.responses.create(**asked, input="Go.").output
-    for items in (output, streamed):
-        assert [item.type for item in items] == ["reasoning", *["function_call"] * 2]
-        calls = [json.loads(item.arguments) for item in items if item.type == "function_call"]
-        assert calls == EXPECTED
+    asked: dict[str, Any] = {"tools": [{"type": "function", **EDIT}], "tool_choice": choice}
+    output = check_response(gateway, EXPECTED, **asked)
     results = [
         {"type": "function_call_output", "call_id": item.call_id, "output": "done"}
         for item in output[1:]
     ]
     turns: Any = [{"role": "user", "content": "Go."}, *output, *results]
-    client.responses.create(**asked, input=turns)
+    gateway.openai().responses.create(model="tiny", input=turns, **asked)
     assert f"<|assistant|><think>{BOTH}" in glm.prompts[0]
 
 
@@ -110,23 +90,7 @@ def test_a_response_has_reasoning_and_calls_that_can_be_sent_back(
 def test_a_message_has_a_thinking_block_and_inputs(
     gateway: Gateway, glm: ScriptedReplica, kind: Any
 ) -> None:
-    asked: dict[str, Any] = {
-        "model": "tiny",
-        "max_tokens": 900,
-        "messages": [TURN],
-        "tools": [{"name": "edit", "input_schema": EDIT["parameters"]}],
-        "tool_choice": {"type": kind},
-        "thinking": {"type": "enabled", "budget_tokens": 1024},
-    }
-    client = gateway.anthropic()
-    with client.messages.stream(**asked) as stream:
-        streamed = stream.get_final_message()
-    for message in (client.messages.create(**asked), streamed):
-        thought, *uses = message.content
-        assert thought.type == "thinking"
-        assert thought.thinking == "Hm."
-        assert [use.input for use in uses if use.type == "tool_use"] == EXPECTED
-        assert message.stop_reason == "tool_use"
+    check_message(gateway, "Hm.", EXPECTED, EDIT, tool_choice={"type": kind})
 
 
 def test_thinking_that_is_switched_off_is_closed_in_the_prompt(

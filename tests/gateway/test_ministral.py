@@ -9,6 +9,7 @@ from pydantic import BaseModel
 from tests.gateway.conftest import Gateway, Script
 from tests.gateway.scripted_replica import ScriptedReplica
 from tests.gateway.test_bad_requests import CHAT, TURN
+from tests.gateway.tool_answers import check_chat, check_message, check_response
 from tests.replica.test_thinking import FIRST_MINISTRAL_3, MINISTRAL_3
 
 LOOK: dict[str, Any] = {
@@ -66,26 +67,8 @@ def test_a_chat_has_calls_behind_its_thinking(
         calls.pop()
         text = f"[THINK]{THOUGHT}[/THINK][TOOL_CALLS]look[ARGS]{json.dumps(calls[0])}"
         gateway.engines.replay = ministral.writes(text)
-    chats = gateway.openai().chat.completions
-    asked: dict[str, Any] = {"model": "tiny", "messages": [TURN], "tool_choice": choice}
-    asked["tools"] = [{"type": "function", "function": {**LOOK, "strict": strict}}]
-    (whole,) = chats.create(**asked).choices
-    assert whole.finish_reason == "tool_calls"
-    assert not whole.message.content
-    assert whole.message.to_dict()["reasoning_content"] == THOUGHT
-    assert [json.loads(c.function.arguments) for c in whole.message.tool_calls or []] == calls
-    arguments: dict[int, list[str]] = {}
-    thought = ""
-    for chunk in chats.create(**asked, stream=True):
-        delta = chunk.choices[0].delta
-        assert not delta.content
-        more: Any = delta.to_dict().get("reasoning_content", "")
-        thought += more
-        for call in delta.tool_calls or []:
-            arguments.setdefault(call.index, []).append(call.function.arguments or "")
-    assert thought == THOUGHT
-    assert [json.loads("".join(parts)) for parts in arguments.values()] == calls
-    assert (len(arguments[0]) > 2) == (choice != "auto"), "forced calls are streamed"
+    tools = [{"type": "function", "function": {**LOOK, "strict": strict}}]
+    check_chat(gateway, THOUGHT, calls, most=2, tools=tools, tool_choice=choice)
     assert "[AVAILABLE_TOOLS][{" in ministral.prompts[0]
 
 
@@ -143,35 +126,12 @@ def test_thinking_calls_and_results_can_be_sent_back(
 def test_a_message_has_a_thinking_block_and_inputs(
     gateway: Gateway, ministral: ScriptedReplica, kind: Any
 ) -> None:
-    asked: dict[str, Any] = {
-        "model": "tiny",
-        "max_tokens": 900,
-        "messages": [TURN],
-        "tools": [{"name": "look", "input_schema": LOOK["parameters"]}],
-        "tool_choice": {"type": kind},
-        "thinking": {"type": "enabled", "budget_tokens": 1024},
-    }
-    client = gateway.anthropic()
-    with client.messages.stream(**asked) as stream:
-        streamed = stream.get_final_message()
-    for message in (client.messages.create(**asked), streamed):
-        thought, *uses = message.content
-        assert thought.type == "thinking"
-        assert thought.thinking == THOUGHT
-        inputs = [use.input for use in uses if use.type == "tool_use"]
-        assert inputs == expected(ministral)
-        assert message.stop_reason == "tool_use"
+    tool_choice = {"type": kind}
+    check_message(gateway, THOUGHT, expected(ministral), LOOK, tool_choice=tool_choice)
 
 
-def test_a_streamed_response_has_reasoning_and_calls(
-    gateway: Gateway, ministral: ScriptedReplica
-) -> None:
-    client = gateway.openai()
-    with client.responses.stream(model="tiny", input="Go.", tools=RESPONSE_TOOLS) as stream:
-        output = stream.get_final_response().output
-    assert [item.type for item in output] == ["reasoning", *["function_call"] * 2]
-    calls = [json.loads(item.arguments) for item in output if item.type == "function_call"]
-    assert calls == expected(ministral)
+def test_a_response_has_reasoning_and_calls(gateway: Gateway, ministral: ScriptedReplica) -> None:
+    check_response(gateway, expected(ministral), tools=RESPONSE_TOOLS)
 
 
 def test_structured_output_follows_the_thinking(

@@ -1,6 +1,5 @@
 """Chats of Qwen 3.5, with thinking that the prompt begins and tool calls in XML, in all APIs."""
 
-import json
 from typing import Any
 
 import pytest
@@ -10,6 +9,7 @@ from lorikeet.protocol.messages import Call
 from tests.gateway.conftest import Gateway, Script
 from tests.gateway.scripted_replica import ScriptedReplica
 from tests.gateway.test_bad_requests import CHAT, COMPLETIONS, TURN
+from tests.gateway.tool_answers import check_chat, check_message
 from tests.replica.test_thinking import QWEN3_5
 
 EDIT: dict[str, Any] = {
@@ -62,20 +62,7 @@ def test_a_chat_has_typed_calls_behind_its_thinking(
     if choice == NAMED:  # which asks for one call
         expected.pop()
         gateway.engines.replay = qwen.writes(f"Hm.\n</think>\n\n{ONE}")
-    chats = gateway.openai().chat.completions
-    asked: dict[str, Any] = {"model": "tiny", "messages": [TURN], "tools": tools}
-    asked["tool_choice"] = choice
-    (whole,) = chats.create(**asked).choices
-    assert whole.finish_reason == "tool_calls"
-    assert whole.message.to_dict()["reasoning_content"] == "Hm."
-    calls = whole.message.tool_calls or []
-    assert [json.loads(call.function.arguments) for call in calls] == expected
-    arguments: dict[int, list[str]] = {}
-    for chunk in chats.create(**asked, stream=True):
-        for call in chunk.choices[0].delta.tool_calls or []:
-            arguments.setdefault(call.index, []).append(call.function.arguments or "")
-    assert [json.loads("".join(parts)) for parts in arguments.values()] == expected
-    assert (len(arguments[0]) > 9) == (choice != "auto")
+    check_chat(gateway, "Hm.", expected, most=9, tools=tools, tool_choice=choice)
     assert qwen.prompts[0].endswith("<think>\n")
 
 
@@ -107,23 +94,7 @@ def test_calls_and_their_results_can_be_sent_back_in_chats_and_responses(
 def test_a_message_has_a_thinking_block_and_typed_inputs(
     gateway: Gateway, qwen: ScriptedReplica, kind: Any
 ) -> None:
-    asked: dict[str, Any] = {
-        "model": "tiny",
-        "max_tokens": 900,
-        "messages": [TURN],
-        "tools": [{"name": "edit", "input_schema": EDIT["parameters"]}],
-        "tool_choice": {"type": kind},
-        "thinking": {"type": "enabled", "budget_tokens": 1024},
-    }
-    client = gateway.anthropic()
-    with client.messages.stream(**asked) as stream:
-        streamed = stream.get_final_message()
-    for message in (client.messages.create(**asked), streamed):
-        thought, *uses = message.content
-        assert thought.type == "thinking"
-        assert thought.thinking == "Hm."
-        assert [use.input for use in uses if use.type == "tool_use"] == [GIVEN, {"text": "x"}]
-        assert message.stop_reason == "tool_use"
+    check_message(gateway, "Hm.", [GIVEN, {"text": "x"}], EDIT, tool_choice={"type": kind})
 
 
 def test_thinking_that_is_switched_off_is_closed_in_the_prompt(

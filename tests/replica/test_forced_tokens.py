@@ -17,7 +17,6 @@ from llguidance.numpy import fill_next_token_bitmask_par
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from loadtest.engine.random_model import random_model, write_config
-from loadtest.schemas import SCHEMAS
 from lorikeet.protocol.messages import Call, Endpoint, FinalUsage, Format, StreamItem
 from lorikeet.replica.grammar_matcher import ModelGrammars, TextMatcher
 from lorikeet.replica.replica import Replica
@@ -29,6 +28,7 @@ from lorikeet_engine.request import Request, SamplingParams
 from tests.engine.blobs import Shelf
 from tests.engine.engine_driver import Answers
 from tests.engine.half_right import draft_half_right
+from tests.replica.schemas import SCHEMAS
 from tests.serving.local_gateway import answer_of
 
 DEMO = Path(__file__).parents[2] / "demo" / "model"

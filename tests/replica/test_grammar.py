@@ -21,7 +21,6 @@ from tokenizers import Tokenizer
 
 from loadtest.engine.random_model import write_config
 from loadtest.real_service.random_models import random_vocabulary
-from loadtest.schemas import SCHEMAS as FORMS
 from lorikeet.errors import InvalidInput
 from lorikeet.protocol.messages import Call, Endpoint, Format, Refusal, ToolUse
 from lorikeet.replica import grammar_sandbox
@@ -35,6 +34,7 @@ from lorikeet_engine.errors import EngineOverloaded, InvalidRequest
 from lorikeet_engine.request import FinishReason, Request, SamplingParams, SchedulingParams
 from tests.engine.blobs import Shelf
 from tests.engine.engine_driver import Answers
+from tests.replica.schemas import SCHEMAS as FORMS
 from tests.serving.local_gateway import answer_of
 
 DEMO = Path(__file__).parents[2] / "demo" / "model"

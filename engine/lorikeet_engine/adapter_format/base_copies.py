@@ -1,10 +1,11 @@
 """Copies of the base model's own matrices, which trainers save along with an adapter.
 
 Beside LoRA's matrices, PEFT saves lm_head if it is targeted, and lm_head and embeddings if the
-vocabulary seems to have grown. A blob contains hashes instead of these copies, so that whoever has
-the base model's weights can check them: a copy that differs was trained or resized.
+vocabulary seems to have grown. A blob contains hashes of these copies, so that whoever has the base
+model's weights can check them: a copy that differs was trained or resized.
 
-Modules that were trained whole (modules_to_save) are in the blob. Often few of their rows differ
+Modules that were trained whole (modules_to_save), and copies of a vocabulary that may have been
+resized, are in the blob. Often few of their rows differ
 from the base model's, as of embeddings only those of tokens that the training saw: `keep_rows`
 leaves out the others.
 """

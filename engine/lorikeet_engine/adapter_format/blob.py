@@ -22,6 +22,7 @@ from lorikeet_engine.adapter_format.experts.forms import (
     stack_experts,
 )
 from lorikeet_engine.adapter_format.expressions import CONFIG_FILE
+from lorikeet_engine.adapter_format.families import EMBEDDINGS, HEAD
 from lorikeet_engine.adapter_format.header import (
     header_bytes,
     parse_json_object,
@@ -50,8 +51,10 @@ from lorikeet_engine.adapter_format.tensor_names import (
     token_rows_name,
     vector_name,
     whole_name,
+    without_originals,
 )
 from lorikeet_engine.adapter_format.token_rows import (
+    ReplacedRows,
     rows_metadata,
     trained_modules,
     trained_tokens,
@@ -78,8 +81,8 @@ def write_blob(folder: Path, out: Path, warn: Warn = lambda _: None) -> str:
     A blob is the one safetensors file that stores an adapter. Tensors keep their dtype, except that
     float64 becomes float32, and FP8 bfloat16. Tensors are sorted, and named as PEFT names them for
     an unwrapped base model; the config becomes one key of the header's metadata. Left out are
-    copies of the base model's matrices (another key has their hashes), and tensors that answers to
-    texts do not depend on, such as those of a vision part.
+    copies of the base model's matrices beside LoRA of them (another key has the hashes of copies),
+    and tensors that answers to texts do not depend on, such as those of a vision part.
 
     out: the file to write; removed if writing fails.
     warn: called with a sentence if the adapter is not served entirely as it was trained.
@@ -90,19 +93,28 @@ def write_blob(folder: Path, out: Path, warn: Warn = lambda _: None) -> str:
     raw = peft_config(raw) if mlx else raw
     refuse_unsupported(raw)  # first, since the config explains more than tensor names
     tensors = mlx_tensors(folder) if mlx else saved_tensors(folder)
-    tensors = _of_the_decoder(tensors, warn)
+    tensors = without_originals(_of_the_decoder(tensors, warn))
     copied = {canonical_module(m): t for m, t in take_tensors(tensors, copied_module).items()}
-    whole = {module: copied.pop(module) for module in trained_modules(raw, copied)}
+    whole: dict[str, SavedTensor | ReplacedRows] = {
+        module: copied.pop(module) for module in trained_modules(raw, copied)
+    }
     copies = [describe_copy(m.rpartition(".")[2], tensor) for m, tensor in copied.items()]
     rows, of_head = (take_tensors(tensors, key) for key in (token_rows_module, head_part))
     head, embedder = trained_head(raw, of_head, folder), read_embedder(folder)
-    tokens, vectors = trained_tokens(raw, rows), take_vectors(tensors)
+    tokens, vectors = {**trained_tokens(raw, rows)}, take_vectors(tensors)
     doubt: Warn = (lambda _: None) if mlx else warn  # MLX's format has one reading
     pairs, read_for = name_parameters(pair_tensors(tensors, split_saved_name), raw, doubt)
+    if copied and not {HEAD.module, EMBEDDINGS.module} & {*map(canonical_module, pairs)}:
+        # PEFT saved them for a resized vocabulary, or since the trainer said so.
+        for module, matrix in copied.items():
+            ids, trained = tokens.pop(module, ()), rows.pop(module, None)
+            whole[module] = matrix if trained is None else ReplacedRows(matrix, trained, ids)
     config = replace(LoraConfig.from_peft(raw, pairs, doubt), experts_read_for=read_for)
     check_vectors(raw, vectors, [*map(canonical_module, pairs)])
     modules, config = join_parts(*stack_experts(_in_blobs(pairs), config))
-    named: dict[str, Written] = {token_rows_name(m): tensor for m, tensor in rows.items()}
+    named: dict[str, Written | ReplacedRows] = {
+        token_rows_name(m): tensor for m, tensor in rows.items()
+    }
     named |= {whole_name(module): tensor for module, tensor in whole.items()}
     named |= {head_tensor_name(part): tensor for part, tensor in of_head.items()}
     for module, sides in modules.items():

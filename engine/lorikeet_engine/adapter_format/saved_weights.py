@@ -119,8 +119,8 @@ def refuse_added_tokens(names: Container[str]) -> None:
     for name in _NEW_TOKENS:
         if name in names:
             raise _bad(
-                f"{name} has embeddings of tokens that were added: resized vocabularies cannot be "
-                "served; train with tokens that the base model has",
+                f"{name} has embeddings of tokens that were added: train and save them in "
+                "adapter_model.safetensors, by modules_to_save or trainable_token_indices",
                 name,
             )
 

@@ -1,7 +1,7 @@
 """Validates a blob against a base model, and locates its matrices."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -14,6 +14,7 @@ from lorikeet_engine.adapter_format.experts.names import experts_kind, is_of_exp
 from lorikeet_engine.adapter_format.families import (
     EMBEDDINGS,
     FAMILIES,
+    HEAD,
     OUTER,
     OUTER_MODULES,
     SCORE,
@@ -38,6 +39,7 @@ from lorikeet_engine.adapter_format.token_rows import (
     MODULES_KEY,
     TOKENS_KEY,
     TokenRows,
+    added_vocabulary,
     parse_rows,
     read_token_rows,
 )
@@ -64,10 +66,12 @@ class AdapterLimits:
 
     max_rank: maximum LoRA rank of any linear.
     max_bytes: maximum size of an adapter's blob, the one file that holds all of it.
+    max_added_tokens: maximum number of tokens behind the base model's vocabulary.
     """
 
     max_rank: int
     max_bytes: int
+    max_added_tokens: int = 0
 
     def lowered_to(self, max_rank: int | None, max_bytes: int | None) -> "AdapterLimits":
         """Return the stricter of these limits and a tenant's limits.
@@ -77,6 +81,7 @@ class AdapterLimits:
         return AdapterLimits(
             self.max_rank if max_rank is None else min(self.max_rank, max_rank),
             self.max_bytes if max_bytes is None else min(self.max_bytes, max_bytes),
+            self.max_added_tokens,
         )
 
 
@@ -139,6 +144,7 @@ class AdapterSpec:
     invocation_tokens: of an activated LoRA, the tokens from which on it changes a prompt; else ().
     head: classification or reward head; None: the adapter generates.
     embedder: the adapter's own way of embedding texts; None: the base model's.
+    vocabulary: number of tokens, if they are more than the base model's; else 0.
     """
 
     base_model: str
@@ -150,6 +156,7 @@ class AdapterSpec:
     invocation_tokens: tuple[int, ...] = ()
     head: HeadRows | None = None
     embedder: Embedder | None = None
+    vocabulary: int = 0
 
     @property
     def shared_a(self) -> frozenset[tuple[int, int]]:
@@ -251,13 +258,13 @@ def read_spec(blob: Path, shape: BaseShape, limits: AdapterLimits) -> AdapterSpe
         )
     config = LoraConfig.from_json(header.metadata[METADATA_KEY])
     _check_family(config, shape)
-    for copy in parse_copies(header.metadata):
-        _check_copy(copy, shape)
     matrices = dict(header.tensors)
     kinds = (token_rows_module, whole_module, head_part)
     rows, whole, of_head = (take_tensors(matrices, key) for key in kinds)
     vectors = take_vectors(matrices)
     pairs = pair_tensors(with_shared_a(matrices))
+    for copy in parse_copies(header.metadata):
+        _check_copy(copy, shape, pairs)
     for key in (*config.rank_pattern, *config.alpha_pattern):
         if key not in pairs:
             raise AdapterRejected(f"a pattern names {key}, which has no weights", field=key)
@@ -284,6 +291,7 @@ def read_spec(blob: Path, shape: BaseShape, limits: AdapterLimits) -> AdapterSpe
             whole,
             pairs,
             shape,
+            limits.max_added_tokens,
         ),
         vectors=_vectors(vectors, config, shape, {(p.layer, p.linear) for p in linears}),
         invocation_tokens=tuple(config.alora_invocation_tokens),
@@ -292,7 +300,9 @@ def read_spec(blob: Path, shape: BaseShape, limits: AdapterLimits) -> AdapterSpe
     )
     if spec.invocation_tokens:
         _check_activated(spec, shape)
-    return spec
+    generates = spec.head is None and spec.embedder is None
+    vocabulary = added_vocabulary(spec.token_rows, shape, generates=generates)
+    return replace(spec, vocabulary=vocabulary)
 
 
 def pair_tensors(
@@ -576,13 +586,20 @@ def _check_kinds(config: LoraConfig, shape: BaseShape) -> None:
             )
 
 
-def _check_copy(copy: BaseCopy, shape: BaseShape) -> None:
+def _check_copy(copy: BaseCopy, shape: BaseShape, adapted: Collection[str]) -> None:
+    """Raise AdapterRejected for a copy of another width than the base model's matrix, or of another
+    number of rows beside LoRA of lm_head or embed_tokens.
+
+    adapted: modules that have LoRA, named as in blobs.
+    """
     want = (shape.vocabulary, shape.hidden)
-    if copy.shape != want:
+    has_lora = not {HEAD.module, EMBEDDINGS.module}.isdisjoint(adapted)
+    is_resized = has_lora and copy.shape[:-1] != want[:-1]
+    if is_resized or copy.shape[-1:] != want[-1:] or len(copy.shape) != 2:
         raise AdapterRejected(
             f"the file's {copy.module}.weight is {list(copy.shape)} and the base model's "
-            f"{list(want)}: resized vocabularies cannot be served; train with tokens that the base "
-            "model has",
+            f"{list(want)}: LoRA of lm_head or embed_tokens with a resized vocabulary cannot be "
+            'served; train modules_to_save=["embed_tokens", "lm_head"]',
             field=copy.module,
         )
 

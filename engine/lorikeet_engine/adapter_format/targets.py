@@ -216,8 +216,8 @@ def _expected(
 ) -> dict[str, _Expected]:
     """Return all modules that a config could target, by family of base models (FAMILIES).
 
-    Modules are named as the trainer names them. The result has only families that have the linears
-    with weights. The family that the weights resemble most comes first.
+    Modules are named as the trainer names them. Families without one of the linears that have
+    weights are left out. The family that the weights resemble most comes first.
 
     modules: modules that have weights, in the trainer's naming.
     outer: the modules with weights that are outside the decoder layers.

@@ -52,7 +52,8 @@ _MODELS = r"(?:(?:language_)?model\.|backbone\.)"
 _SAVED_MODULE = re.compile(rf"({_MODELS}{{0,3}})(layers\.([0-9]{{1,6}})\.[\w.]+)")
 _COPY = re.compile(
     rf"(?:base_model\.model\.)?{_MODELS}{{0,2}}(lm_head|embed_tokens|embeddings)"
-    r"(?:\.base_layer|\.modules_to_save(?:\.[\w-]{1,64})?)?\.weight"
+    r"((?:\.token_adapter)?\.base_layer|\.original_module|\.modules_to_save(?:\.[\w-]{1,64})?)?"
+    r"\.weight"
 )
 _WHOLE = re.compile(r"base_model\.model\.(lm_head|model\.embed_tokens)\.modules_to_save\.weight")
 # Parts of models that see images or hear sounds: encoders, and projectors to hidden states.
@@ -129,6 +130,19 @@ def split_saved_name(name: str) -> tuple[str, str]:
         )
     match = _SAVED.fullmatch(_TINKER_ATTENTION.sub(r"\1self_attn.", _WRAPPERS.sub("", name)))
     return (match[1], match[2] or match[3]) if match else split_tensor_name(name)
+
+
+def without_originals(tensors: Mapping[str, _Tensor]) -> dict[str, _Tensor]:
+    """Return a trainer's tensors without copies of a matrix that is there as modules_to_save.
+
+    With a resized vocabulary, PEFT saves such a module thrice: twice as trained, and once as it was
+    before the training.
+    """
+    found = {name: _COPY.fullmatch(_WRAPPERS.sub("", name)) for name in tensors}
+    copies = {name: match[1] for name, match in found.items() if match}
+    trained = {module for name, module in copies.items() if ".modules_to_save." in name}
+    dropped = {n for n, module in copies.items() if module in trained and "_to_save." not in n}
+    return {name: tensor for name, tensor in tensors.items() if name not in dropped}
 
 
 def copied_module(name: str) -> str | None:

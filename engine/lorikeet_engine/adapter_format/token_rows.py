@@ -9,13 +9,17 @@ a whole module stands for itself.
 """
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from lorikeet_engine.adapter_format.expressions import bad_config
 from lorikeet_engine.adapter_format.families import EMBEDDING_ROWS, EMBEDDINGS, HEAD, HEAD_ROWS
 from lorikeet_engine.adapter_format.header import TensorSpan, parse_json_object
+from lorikeet_engine.adapter_format.saved_weights import SavedTensor
 from lorikeet_engine.adapter_format.shape import BaseShape
 from lorikeet_engine.adapter_format.tensor_names import is_outer
 from lorikeet_engine.errors import AdapterRejected, AdapterTooLarge
@@ -25,6 +29,9 @@ MODULES_KEY = "lorikeet_trained_modules"
 MAX_LISTED = 65_536
 """Largest number of listed tokens; a header has room for their ids."""
 _OPTION, _MODULES_OPTION = "trainable_token_indices", "modules_to_save"
+
+_BFLOAT16 = "BF16"
+_NUMPY = {"F32": "<f4", "F16": "<f2"}
 
 TokensByModule = Mapping[str, Sequence[int]]
 """Token id of each row, by the module of the rows: "lm_head" or "model.embed_tokens"."""
@@ -51,11 +58,56 @@ class TokenRows:
         return f"{self.name}.weight"
 
 
+@dataclass(frozen=True, slots=True)
+class ReplacedRows:
+    """Whole matrix in a trainer's folder, in which trained rows replace some others.
+
+    matrix: the matrix [vocabulary, hidden] as it was before the training.
+    rows: the trained rows [tokens, hidden], which take the matrix's dtype, as in PEFT.
+    ids: the token id of each row.
+    """
+
+    matrix: SavedTensor
+    rows: SavedTensor
+    ids: Sequence[int]
+
+    @property
+    def blob_dtype(self) -> str:
+        """Dtype of the matrix in a blob."""
+        return self.matrix.blob_dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Return [vocabulary, hidden]."""
+        return self.matrix.shape
+
+    def pieces(self) -> Iterator[bytes]:
+        """Yield the matrix's bytes with the trained rows, a few MiB at once.
+
+        Raises AdapterRejected if a file ends early, or if float32 cannot hold a float64 value.
+        """
+        trained = _cast(b"".join(self.rows.pieces()), self.rows.blob_dtype, self.blob_dtype)
+        row = len(trained) // len(self.ids)
+        order = sorted(range(len(self.ids)), key=self.ids.__getitem__)
+        ids, begin = [self.ids[at] for at in order], 0
+        for piece in self.matrix.pieces():
+            changed = bytearray(piece)
+            for at in range(bisect_left(ids, begin // row), len(ids)):
+                place = ids[at] * row - begin
+                if place >= len(piece):
+                    break
+                first, end = max(place, 0), min(place + row, len(piece))
+                source = order[at] * row - place
+                changed[first:end] = trained[source + first : source + end]
+            yield bytes(changed)
+            begin += len(piece)
+
+
 def trained_tokens(raw: Mapping[str, Any], saved: Collection[str]) -> TokensByModule:
     """Return the ids of trained tokens in PEFT's config, checked against the saved rows.
 
-    PEFT saves no rows for an lm_head that is tied to the embeddings; the config may list it with
-    the embeddings' tokens.
+    PEFT saves no rows for an lm_head that is tied to the embeddings, except of a resized
+    vocabulary, and lists the embeddings' tokens for it or none.
 
     raw: PEFT's config.
     saved: modules whose trained rows the trainer has saved, named as in blobs (stored adapters).
@@ -70,6 +122,8 @@ def trained_tokens(raw: Mapping[str, Any], saved: Collection[str]) -> TokensByMo
         if module is None or module in tokens:
             raise bad_config(f"{name!r}: want tokens of embed_tokens or of lm_head", _OPTION)
         tokens[module] = _checked(ids, _OPTION)
+    if HEAD.module in saved and EMBEDDINGS.module in tokens:  # saved of a tied lm_head, too
+        tokens.setdefault(HEAD.module, tokens[EMBEDDINGS.module])
     for module in saved:
         if module not in tokens:
             raise bad_config(
@@ -155,6 +209,7 @@ def read_token_rows(
     whole: Mapping[str, TensorSpan],
     adapted: Collection[str],
     shape: BaseShape,
+    max_added: int = 0,
 ) -> tuple[TokenRows, ...]:
     """Return the replaced rows in an adapter's file.
 
@@ -166,9 +221,10 @@ def read_token_rows(
     saved, whole: the tensors of the blob that hold rows of either, by module.
     adapted: modules that have LoRA, named as in blobs.
     shape: sizes of the base model.
+    max_added: number of tokens behind the base model's vocabulary that adapters may have.
 
-    Raises AdapterRejected for rows that do not fit the base model, and for a module that is changed
-    in two ways.
+    Raises AdapterRejected for rows that do not fit the base model, for a module that is changed in
+    two ways, and for tokens behind the base model's vocabulary without embeddings.
     """
     if saved.keys() - tokens.keys() or whole.keys() != modules.keys():
         raise AdapterRejected("there are rows of tokens that are not listed", field=TOKENS_KEY)
@@ -183,17 +239,13 @@ def read_token_rows(
             continue
         want = (len(ids), shape.hidden)
         _require(span.shape == want, module, f"its rows are {list(span.shape)}, not {list(want)}")
+        added = max(ids) + 1 - shape.vocabulary
         _require(
-            max(ids) < shape.vocabulary,
+            added <= max_added,
             module,
-            f"token {max(ids)} is not in the base model's vocabulary of {shape.vocabulary}, and "
-            "resized vocabularies cannot be served; train tokens that it has",
-        )
-        _require(
-            not isinstance(ids, range) or len(ids) == shape.vocabulary,
-            module,
-            f"it has {len(ids)} rows and the base model {shape.vocabulary}: resized vocabularies "
-            "cannot be served; train with the base model's",
+            f"token {max(ids)} is not in the base model's vocabulary of {shape.vocabulary}: set "
+            f"LORIKEET_MAX_ADDED_TOKENS, now {max_added}, to at least {added}, or train tokens "
+            "that it has",
         )
         _require(
             not (both and module == HEAD.module and EMBEDDINGS.module in tokens),
@@ -207,6 +259,43 @@ def read_token_rows(
     linears = [part.linear for part in found]
     _require(len({*linears}) == len(linears), HEAD.module, "they are trained in two ways")
     return tuple(found)
+
+
+def added_vocabulary(rows: Collection[TokenRows], shape: BaseShape, *, generates: bool) -> int:
+    """Return the number of tokens of an adapter that has more than its base model; 0 for others.
+
+    rows: the adapter's replaced rows.
+    generates: whether the adapter generates, so that each token needs a row of lm_head, too.
+
+    Raises AdapterRejected for added tokens that have a row of one module alone.
+    """
+    ids = {part.name: {i for i in part.ids if i >= shape.vocabulary} for part in rows}
+    of_embeddings, of_head = ids.get(EMBEDDINGS.name, set()), ids.get(HEAD.name, set())
+    for module, missing in (
+        (EMBEDDINGS.module, of_head - of_embeddings),
+        (HEAD.module, of_embeddings - of_head if generates else ()),
+    ):
+        _require(
+            not missing,
+            module,
+            f"the row of token {min(missing, default=0)}, which the base model lacks, is not in "
+            "the file: save the adapter with save_embedding_layers=True",
+        )
+    return max(of_embeddings, default=-1) + 1
+
+
+def _cast(values: bytes, dtype: str, target: str) -> bytes:
+    """Return floats in another dtype, rounded to the nearest: F32, F16 or BF16."""
+    if dtype == target:
+        return values
+    if dtype == _BFLOAT16:
+        wide = (np.frombuffer(values, "<u2").astype("<u4") << 16).view("<f4")
+    else:
+        wide = np.frombuffer(values, _NUMPY[dtype]).astype("<f4")
+    if target != _BFLOAT16:
+        return bytes(wide.astype(_NUMPY[target]).data)
+    bits = wide.view("<u4")
+    return bytes(((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype("<u2").data)
 
 
 def _require(good: bool, module: str, fault: str) -> None:

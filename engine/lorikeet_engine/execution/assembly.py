@@ -162,7 +162,7 @@ def _assemble(
         tiers = build_tiers(shape, settings, source, device, wake, free, ranks, rows, border)
     try:
         with start.stage("penalties"):
-            penalties = Penalties(settings.max_running, model.config.vocab_size, device)
+            penalties = Penalties(settings.max_running, model.config.logits_width, device)
             sampler = Sampler(penalties)
         runner, kv_pages = build_runner(
             model, tiers.weights, sampler, settings, start, ranks, border
@@ -283,6 +283,8 @@ def load_weights(
         model = load(settings.model, device, dtype, context, settings.rounding, group, **parts)
         if device.type == "cuda":
             torch.cuda.empty_cache()  # frees the scratch memory of rounding and dequantising
+        if settings.max_added_tokens:
+            model.add_tokens(settings.max_added_tokens)
     return model
 
 
@@ -365,7 +367,7 @@ def build_tiers(
         arena = border.arena
     return Tiers(
         shape,
-        AdapterLimits(settings.max_rank, settings.max_adapter_bytes),
+        AdapterLimits(settings.max_rank, settings.max_adapter_bytes, settings.max_added_tokens),
         source,
         device=device,
         dtype=dtype,

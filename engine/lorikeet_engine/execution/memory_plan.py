@@ -308,7 +308,8 @@ def step_bytes(config: ModelConfig, shape: BaseShape, settings: EngineSettings) 
     activations = settings.max_batch_tokens * widths * itemsize
     # Logits, two tensors of their size in 32 bits for penalties, and four more for sampling under
     # penalties and a grammar.
-    logits = settings.max_running * shape.vocabulary * (itemsize + 6 * 4)
+    vocabulary = shape.vocabulary + settings.max_added_tokens
+    logits = settings.max_running * vocabulary * (itemsize + 6 * 4)
     fixed = _CUDA_BYTES if settings.device.startswith("cuda") else 0
     return activations + logits + fixed
 

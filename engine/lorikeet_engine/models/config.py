@@ -71,6 +71,7 @@ class ModelConfig:
     time_limits: smallest and largest time step of Mamba 2.
     mtp: place in KV pages of the head for multi-token prediction; None: the model has none, or does
         not use it.
+    added_tokens: number of tokens behind the vocabulary that adapters may have of their own.
     """
 
     shape: BaseShape
@@ -111,6 +112,12 @@ class ModelConfig:
     conv_bias: bool
     time_limits: tuple[float, float]
     mtp: KvPlace | None = None
+    added_tokens: int = 0
+
+    @property
+    def logits_width(self) -> int:
+        """Number of columns of logits: tokens of the vocabulary, and those of adapters alone."""
+        return self.vocab_size + self.added_tokens
 
     def with_mtp(self) -> "ModelConfig":
         """Return this config with a place in KV pages for the head for multi-token prediction."""

@@ -4,8 +4,9 @@ Contains LlamaModel, its layers and their attention. `linears` has the linears w
 `experts` the MLPs, `norms` the norms.
 """
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -26,7 +27,7 @@ from lorikeet_engine.adapter_format.families import (
     LayerKind,
     Width,
 )
-from lorikeet_engine.errors import ModelError
+from lorikeet_engine.errors import ModelError, SettingsError
 from lorikeet_engine.kernels import fp8, w4a16
 from lorikeet_engine.kernels.attention import check_latents
 from lorikeet_engine.kernels.attention.protocol import AttentionBackend, kv_head_dim
@@ -206,9 +207,25 @@ class LlamaModel:
         embedded = self._embed(batch, _lora_step(lora, batch))
         if not len(batch.logit_rows):
             self.mtp.store(embedded, hidden, step)
-            return hidden.new_empty(0, self.config.vocab_size)
+            return hidden.new_empty(0, self.config.logits_width)
         predicting = self.mtp(embedded, hidden, step)[batch.logit_rows]
         return self.logits(predicting, lora, batch.head_segments)
+
+    def add_tokens(self, count: int) -> None:
+        """Take more tokens, which adapters have of their own, behind the vocabulary.
+
+        Their embeddings are 0 without an adapter that replaces them, and their logits −inf. Called
+        once, before the first step.
+
+        Raises SettingsError if the model has embeddings for each layer, which adapters cannot add.
+        """
+        if self._layer_inputs is not None:
+            raise SettingsError(
+                "LORIKEET_MAX_ADDED_TOKENS: the base model has embeddings for each layer, of its "
+                "own tokens alone: set it to 0"
+            )
+        self._embeddings = F.pad(self._embeddings, (0, 0, 0, count))
+        self.config = replace(self.config, added_tokens=count)
 
     def linears(self) -> list[LoraLinear]:
         """Return the linears with LoRA of this process's part of the model, in no certain order.
@@ -245,7 +262,8 @@ class LlamaModel:
         hidden [rows, hidden]: rows of `forward`'s result
         lora: weights of all adapters; may be None if segments is None
         segments: runs of these rows whose adapters change lm_head; None: no adapter does
-        → [rows, vocab] in hidden's dtype; [0, vocab] in ranks other than the leader
+        → [rows, vocab] in hidden's dtype; [0, vocab] in ranks other than the leader; vocab is the
+          config's logits_width
         """
         logits = linear(hidden, self._head)
         if segments is not None and segments.max_rank > 0:
@@ -253,13 +271,21 @@ class LlamaModel:
             add_lora(logits, hidden, lora, segments, self._outer_layer, self._head_group)
         if self._ranks is not None:
             logits = self._ranks.gather_logits(logits, self.config.vocab_size)
+        added, cap = self.config.added_tokens, self.config.logits_soft_cap
+        if added:  # tanh of −inf would be finite
+            logits = F.pad(logits, (0, added), value=-math.inf if cap is None else math.nan)
         if segments is not None and len(logits):
             assert lora is not None, "segments without adapter weights"
             replace_logits(logits, hidden, lora, segments, self._outer_layer, self._head_rows)
-        scaling, cap = self.config.logits_scaling, self.config.logits_soft_cap
+        scaling = self.config.logits_scaling
         if scaling != 1.0:
             logits.div_(scaling)
-        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
+        if cap is None:
+            return logits
+        logits.div_(cap).tanh_().mul_(cap)
+        if added:
+            logits[:, -added:].nan_to_num_(nan=-math.inf)
+        return logits
 
 
 def load_model(
@@ -346,7 +372,7 @@ def _read(
     if config.mtp is not None:
         checkpoint.rename(f"{_MTP}layers.0.", beyond)
     model = LlamaModel(config, checkpoint, ranks)
-    # DeepSeek's parts for multi-token prediction are in layers behind the last one
+    # DeepSeek's parts for multi-token prediction are in layers after the last one
     next_tokens = _MTP if shape.latents is None else beyond
     # published checkpoints have them in layers that attend to other layers' keys and values
     readers = [n for n in range(shape.layers) if shape.kv_owner(n) != n]

@@ -363,8 +363,9 @@ class _Writer:
 
 
 def _begin(offset: int) -> int:
-    """Return where a matrix begins, given its offset in PackedLayout.rows, which is one higher if
-    all experts share the matrix.
+    """Return the offset of a matrix's first element in the packed image.
+
+    offset: the matrix's entry in PackedLayout.rows: this offset, plus 1 if all experts share it.
     """
     return offset // ALIGNMENT * ALIGNMENT
 

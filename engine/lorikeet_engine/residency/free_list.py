@@ -71,7 +71,7 @@ class FreeList:
     def cut(self, size: int) -> None:
         """Take this many elements from the arena's end, used ones included.
 
-        The caller no longer releases the elements behind the new end.
+        The caller no longer releases the elements after the new end.
         """
         self.total -= size
         kept = [(offset, min(hole, self.total - offset)) for offset, hole in self._holes]
@@ -85,7 +85,7 @@ class FreeList:
         return copied
 
     def compact(self, begin: int, end: int) -> None:
-        """Record that a range's used blocks were moved to its front, leaving one hole behind them.
+        """Record that a range's used blocks were moved to its front, leaving one hole after them.
 
         begin, end: the range, as `cheapest_range` returned it.
         """

@@ -99,17 +99,18 @@ class InputProcessor:
                     param="prompt",
                     code="context_length_exceeded",
                 )
-            self._check_ids("prompt", prompt)
+            self._check_ids("prompt", prompt, request)
         for choice, made in enumerate(request.made):
-            self._check_ids("made", made or ())
+            self._check_ids("made", made or (), request)
             most = self._max_tokens(request, request.prompts[choice // request.n])
             if made is not None and len(made) >= most:
                 raise InvalidRequest(
                     f"{len(made)} tokens are made of an answer of at most {most}: raise max_tokens",
                     param="max_tokens",
                 )
-        self._check_ids("stop_token_ids", request.sampling.stop_token_ids)
-        self._check_ids("logit_bias", tuple(token for token, _ in request.sampling.logit_bias))
+        sampling = request.sampling
+        self._check_ids("stop_token_ids", sampling.stop_token_ids, request)
+        self._check_ids("logit_bias", tuple(token for token, _ in sampling.logit_bias), request)
 
     def _max_tokens(self, request: Request, prompt: tuple[int, ...]) -> int:
         return min(request.sampling.max_tokens, self._info.max_context - len(prompt))
@@ -131,8 +132,9 @@ class InputProcessor:
             log.exception("grammar_not_compiled")
             raise InvalidRequest("the grammar cannot be compiled", param="grammar") from error
 
-    def _check_ids(self, param: str, ids: tuple[int, ...]) -> None:
-        last = self._info.vocab_size - 1
+    def _check_ids(self, param: str, ids: tuple[int, ...], request: Request) -> None:
+        members = () if request.adapter is None else request.adapter.members
+        last = max([self._info.vocab_size, *(each.vocabulary for each in members)]) - 1
         if ids and not 0 <= min(ids) <= max(ids) <= last:
             raise InvalidRequest(
                 f"{param} has token ids from {min(ids)} to {max(ids)}: want 0 to {last}",

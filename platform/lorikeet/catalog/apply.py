@@ -306,6 +306,7 @@ def _version(change: VersionRegistered, time: float) -> VersionRecord:
         parity=change.parity,
         head=change.head,
         embedder=change.embedder,
+        vocabulary=change.vocabulary,
     )
 
 

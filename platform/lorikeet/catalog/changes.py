@@ -139,6 +139,7 @@ class VersionRegistered(AdapterChange):
     parity: Parity | None = None
     head: Head | None = None
     embedder: Embedder | None = None
+    vocabulary: int = 0
     type: Literal["version_registered"] = "version_registered"
 
 
@@ -315,8 +316,8 @@ def schema_of(changes: Iterable[Change]) -> int:
     restricts, pushes = False, False
     for change in changes:
         match change:
-            case VersionRegistered(invocation_tokens=tokens, head=head, embedder=own) if (
-                tokens or head or own
+            case VersionRegistered() if (
+                change.invocation_tokens or change.head or change.embedder or change.vocabulary
             ):
                 return SCHEMA
             case TenantOptionsSet(options=options) if not _NEW_OPTIONS.isdisjoint(options):

@@ -25,7 +25,7 @@ from lorikeet.catalog.records import (
 )
 from lorikeet.catalog.rules.limits import options_of, with_options
 from lorikeet.parity.figures import GapCause, Parity, Verdict
-from lorikeet.request_defaults import RequestDefaults
+from lorikeet.request_defaults import AddedToken, RequestDefaults, TokenizerChanges
 from lorikeet_engine.adapter import Embedder, Head, Pooling, Problem, Residency, TouchedModules
 
 PARTITION_SCHEMA = 5
@@ -34,9 +34,9 @@ READ_SCHEMAS = (2, 3, 4, 5)
 """Format versions that this release reads.
 
 Adapter versions lack `touches` in schema 2, lack trained tokens and `trained_on` in schemas 2 and
-3, and lack invocation tokens, heads, embedders and request defaults in schemas 2 to 4. In schemas 2
-to 4, only publish keys have adapters, tenants lack budgets in money and limits on files and
-batches, and pins lack prompts. Releases that know no parity proofs ignore them.
+3, and lack invocation tokens, heads, embedders, added tokens and request defaults in schemas 2 to
+4. In schemas 2 to 4, only publish keys have adapters, tenants lack budgets in money and limits on
+files and batches, and pins lack prompts. Releases that know no parity proofs ignore them.
 """
 
 Json = Any
@@ -154,7 +154,11 @@ def _adapter_row(record: AdapterRecord, defaults: list[Json]) -> Json:
 
 def _defaults_row(d: RequestDefaults) -> Json:
     sampling = dict(sorted(d.sampling.items()))
-    return [d.chat_template, d.system_prompt, list(d.stop), list(d.stop_token_ids), sampling]
+    row = [d.chat_template, d.system_prompt, list(d.stop), list(d.stop_token_ids), sampling]
+    if d.tokenizer is None:
+        return row
+    added = [list(astuple(token)) for token in d.tokenizer.added]
+    return [*row, added, list(map(list, d.tokenizer.special_tokens))]
 
 
 def _version_row(v: VersionRecord) -> Json:
@@ -168,8 +172,9 @@ def _version_row(v: VersionRecord) -> Json:
         None if v.parity is None else _parity_row(v.parity),
         None if v.head is None else astuple(v.head),
         None if v.embedder is None else astuple(v.embedder),
+        v.vocabulary,
     ]
-    while last and last[-1] in (None, ()):
+    while last and last[-1] in (None, (), 0):
         last.pop()
     return [*row, " ".join(linears), *numbers, *last]
 
@@ -192,8 +197,14 @@ def _alias_row(record: AdapterRecord, alias: str) -> Json:
 
 
 def _defaults(row: Json) -> RequestDefaults:
-    template, system_prompt, stop, stop_token_ids, sampling = row
-    return RequestDefaults(template, system_prompt, tuple(stop), tuple(stop_token_ids), sampling)
+    template, system_prompt, stop, stop_token_ids, sampling, *tokenizer = row
+    changes = None
+    if tokenizer:
+        added, special_tokens = tokenizer
+        named = ((name, text) for name, text in special_tokens)
+        changes = TokenizerChanges(tuple(AddedToken(*each) for each in added), tuple(named))
+    once = template, system_prompt, tuple(stop), tuple(stop_token_ids), sampling
+    return RequestDefaults(*once, changes)
 
 
 def _adapter(
@@ -229,7 +240,8 @@ def _version(number: int, row: Json, defaults: RequestDefaults | None) -> Versio
         invocation_tokens=invocation,
         parity=_parity(touched[7]) if len(touched) > 7 and touched[7] is not None else None,
         head=_head(touched[8]) if len(touched) > 8 and touched[8] is not None else None,
-        embedder=_embedder(touched[9]) if len(touched) > 9 else None,
+        embedder=_embedder(touched[9]) if len(touched) > 9 and touched[9] is not None else None,
+        vocabulary=touched[10] if len(touched) > 10 else 0,
         defaults=defaults,
     )
 

@@ -163,6 +163,7 @@ class BlobFacts:
     invocation_tokens: tokens from which on an activated LoRA changes a prompt; () for others.
     head: classification or reward head; None for adapters that generate.
     embedder: the adapter's own way of embedding texts; None: the base model's.
+    vocabulary: number of tokens of an adapter that has more than its base model; 0 for others.
     """
 
     digest: str
@@ -176,10 +177,11 @@ class BlobFacts:
     invocation_tokens: tuple[int, ...] = field(default=(), kw_only=True)
     head: Head | None = field(default=None, kw_only=True)
     embedder: Embedder | None = field(default=None, kw_only=True)
+    vocabulary: int = field(default=0, kw_only=True)
 
     def ref(self, tenant: str, name: str, version: int) -> AdapterRef:
         """Return the AdapterRef that names this blob as version `version` of an adapter."""
-        known = self.digest, self.invocation_tokens, self.head, self.embedder
+        known = self.digest, self.invocation_tokens, self.head, self.embedder, self.vocabulary
         return AdapterRef(tenant, name, version, *known)
 
 

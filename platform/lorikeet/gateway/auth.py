@@ -191,6 +191,15 @@ class RequestAuthenticator:
         except InvalidRequest as error:
             raise InvalidInput(error.message, param="model") from error
         trained_on = {each.trained_on for each in found}
+        own = (each.defaults or RequestDefaults() for each in found)
+        tokenizer, *others = {each.tokenizer for each in own}
+        if others:
+            raise InvalidInput(
+                f"the adapters of {model!r} have different tokenizers: compose adapters that were "
+                "registered with the same added tokens, or without --use-tokenizer",
+                param="model",
+            )
+        shared = None if tokenizer is None else RequestDefaults(tokenizer=tokenizer)
         return ResolvedModel(
             first.base_model,
             composition,
@@ -199,7 +208,7 @@ class RequestAuthenticator:
             max(each.created for each in found),
             first.trained_on if len(trained_on) == 1 else None,
             all(each.is_recorded for each in found),
-            first.defaults if all(each.defaults == first.defaults for each in found) else None,
+            first.defaults if all(each.defaults == first.defaults for each in found) else shared,
         )
 
     async def visible_adapters(self, caller: Caller) -> tuple[AdapterRecord, ...]:

@@ -1,7 +1,7 @@
 """Encoders of calls, by base model, that do not block a gateway's event loop."""
 
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, TypeVar
 
 from starlette.types import Receive
@@ -10,11 +10,10 @@ from lorikeet.errors import InvalidInput
 from lorikeet.gateway.client_connection import result_before_disconnect
 from lorikeet.gateway.error_responses import Refused
 from lorikeet.protocol.messages import Call, EncodedCall, Endpoint, Refusal, TokenIds
-from lorikeet.request_defaults import RequestDefaults
+from lorikeet.request_defaults import RequestDefaults, TokenizerChanges
 from lorikeet.settings import Settings
 from lorikeet.text.adapter_templates import AdapterTemplates, check_defaults
-from lorikeet.text.detokenizer import Vocabulary
-from lorikeet.text.prompts import PromptEncoder, encode_call, is_short
+from lorikeet.text.prompts import MAX_OWN_TOKENIZERS, PromptEncoder, encode_call, is_short
 from lorikeet.text.tenant_threads import TenantThreads
 
 T = TypeVar("T")
@@ -31,7 +30,8 @@ class CallEncoders:
     """
 
     def __init__(self, encoders: Mapping[str, PromptEncoder] = {}) -> None:
-        self._encoders, self._threads = encoders, TenantThreads()
+        self._base_encoders, self._threads = encoders, TenantThreads()
+        self._with_tokenizer = lru_cache(MAX_OWN_TOKENIZERS)(PromptEncoder.with_tokenizer)
         self._templates = AdapterTemplates()
 
     async def encode(
@@ -48,7 +48,8 @@ class CallEncoders:
         long prompts are encoded; Overloaded if the machine was too busy to render the adapter's own
         chat template.
         """
-        encoder, context = self._encoders[base_model], max_context or _UNKNOWN_CONTEXT
+        encoder = self._encoder(base_model, call.defaults)
+        context = max_context or _UNKNOWN_CONTEXT
         own = call.defaults.chat_template if call.messages and call.defaults else None
         encoding: Coroutine[Any, Any, EncodedCall]
         try:
@@ -73,6 +74,7 @@ class CallEncoders:
         tenant: str,
         text: str,
         max_context: int | None,
+        defaults: RequestDefaults | None,
         *,
         add_special_tokens: bool,
     ) -> TokenIds:
@@ -80,27 +82,44 @@ class CallEncoders:
 
         max_context: longest sequence that all replicas of the base model take, tokens; None if
             unknown.
+        defaults: the adapter's own request defaults.
         add_special_tokens: add the tokenizer's special tokens, as to prompts of completions.
 
         Raises ContextLengthExceeded for texts far longer than the context.
         """
-        encoder, context = self._encoders[base_model], max_context or _UNKNOWN_CONTEXT
+        encoder = self._encoder(base_model, defaults)
+        context = max_context or _UNKNOWN_CONTEXT
         encode = partial(encoder.encode_text, add_special_tokens=add_special_tokens)
         return await self._threads.run(tenant, lambda: encode(text, context))
 
-    async def decode(self, base_model: str, tenant: str, tokens: Sequence[int]) -> str:
+    async def decode(
+        self,
+        base_model: str,
+        tenant: str,
+        tokens: Sequence[int],
+        defaults: RequestDefaults | None,
+    ) -> str:
         """Return the text of tokens, special tokens included.
+
+        defaults: the adapter's own request defaults.
 
         Raises InvalidInput for a token that the vocabulary lacks.
         """
-        encoder = self._encoders[base_model]
+        encoder = self._encoder(base_model, defaults)
         return await self._threads.run(tenant, lambda: encoder.decode(tokens))
 
     async def token_strings(
-        self, base_model: str, tenant: str, tokens: Sequence[int]
+        self,
+        base_model: str,
+        tenant: str,
+        tokens: Sequence[int],
+        defaults: RequestDefaults | None,
     ) -> Sequence[str | None]:
-        """Return each token's text in the vocabulary; None for a token that it lacks."""
-        to_text = self._encoders[base_model].backend.id_to_token
+        """Return each token's text in the vocabulary; None for a token that it lacks.
+
+        defaults: the adapter's own request defaults.
+        """
+        to_text = self._encoder(base_model, defaults).backend.id_to_token
         return await self._threads.run(tenant, lambda: [to_text(token) for token in tokens])
 
     async def encode_turns(
@@ -165,13 +184,22 @@ class CallEncoders:
         if defaults.chat_template is not None or defaults.system_prompt is not None:
             await self._run(tenant, base_model, defaults, partial(check_defaults, defaults))
 
-    def vocabulary(self, base_model: str) -> Vocabulary:
-        """Return the vocabulary of a base model's tokenizer."""
-        return self._encoders[base_model].vocabulary
+    def encoder(self, base_model: str, tokenizer: TokenizerChanges | None = None) -> PromptEncoder:
+        """Return the encoder with a base model's tokenizer, or with an adapter's.
+
+        tokenizer: differences of the adapter's tokenizer; None: no difference.
+
+        Raises InvalidInput if the adapter's tokens do not have the ids behind the base model's.
+        """
+        encoder = self._base_encoders[base_model]
+        return encoder if tokenizer is None else self._with_tokenizer(encoder, tokenizer)
 
     def close(self) -> None:
         """End the processes that render adapters' own chat templates. Safe to call twice."""
         self._templates.close()
+
+    def _encoder(self, base_model: str, defaults: RequestDefaults | None) -> PromptEncoder:
+        return self.encoder(base_model, None if defaults is None else defaults.tokenizer)
 
     async def _run(
         self,
@@ -180,11 +208,11 @@ class CallEncoders:
         defaults: RequestDefaults | None,
         work: Callable[[PromptEncoder], T],
     ) -> T:
-        """Return the result of `work`, called in a thread with the encoder that an adapter has.
+        """Call `work` in a thread with an adapter's encoder; return the result.
 
         defaults: the adapter's own request defaults.
         """
-        encoder = self._encoders[base_model]
+        encoder = self._encoder(base_model, defaults)
         if defaults is None or defaults.chat_template is None:
             return await self._threads.run(tenant, partial(work, encoder))
         return await self._templates.run(tenant, encoder, defaults.chat_template, work)

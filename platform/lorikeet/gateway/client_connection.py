@@ -119,7 +119,7 @@ class KeptAliveStream(AbstractContextManager["KeptAliveStream"]):
         async with self._lock:
             if not self.started:
                 begun = await self._begin()
-                assert begun, "a body comes behind an answer's header"
+                assert begun, "a body comes after an answer's header"
             await self._write(message)
 
     async def _begin(self) -> bool:

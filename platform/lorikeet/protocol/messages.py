@@ -12,7 +12,7 @@ from enum import Enum, StrEnum
 from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 from lorikeet.protocol.status_update import StatusUpdate
-from lorikeet.request_defaults import RequestDefaults
+from lorikeet.request_defaults import RequestDefaults, TokenizerChanges
 from lorikeet_engine.adapter import Adapter, AdapterRef, Embedder, Head, Residency
 from lorikeet_engine.errors import LoadFault
 from lorikeet_engine.request import EngineTimings, SamplingParams, SchedulingParams
@@ -282,8 +282,9 @@ class EncodedCall:
     thinking: state of the model's thinking at the end of the prompt.
     echoed: text of each prompt, with which the answer begins; () without `echo`.
     ignored: names of template_args unknown to the chat template, and the call's `left_out`.
-    marks: marks of tool calls and thinking in the answer, if the adapter has its own chat template;
-        None: the base model's.
+    marks: marks of tool calls and thinking in the answer, if the adapter has its own chat template
+        or tokenizer; None: the base model's.
+    tokenizer: differences of the adapter's tokenizer from the base model's; None: no difference.
     attempt: number of replicas that were sent the call before.
     lost: replicas that were lost with the call; it is sent to one of them again only if there is no
         other.
@@ -298,6 +299,7 @@ class EncodedCall:
     echoed: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
     marks: AnswerMarks | None = None
+    tokenizer: TokenizerChanges | None = None
     attempt: int = 0
     lost: tuple[str, ...] = ()
     log: bytes = b""
@@ -497,12 +499,14 @@ class SmokeTest:
 
     prompts: token ids of each prompt.
     max_tokens: limit of each continuation.
+    tokenizer: differences of the adapter's tokenizer from the base model's; None: no difference.
     """
 
     request_id: str
     adapter: AdapterRef
     prompts: tuple[TokenIds, ...]
     max_tokens: int
+    tokenizer: TokenizerChanges | None = None
 
 
 @dataclass(frozen=True, slots=True)

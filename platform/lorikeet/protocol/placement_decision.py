@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 from lorikeet.request_defaults import RequestDefaults
 from lorikeet_engine.adapter import AdapterRef, Residency
@@ -14,7 +14,7 @@ class PinnedPrompt:
     """System prompt whose KV pages a replica computes with an adapter, before users ask.
 
     ref: the adapter; chats of its tenant alone share the pages.
-    defaults: the prompt, and the adapter's own chat template.
+    defaults: the prompt, and the adapter's own chat template and tokenizer.
     """
 
     ref: AdapterRef
@@ -23,7 +23,7 @@ class PinnedPrompt:
     @property
     def name(self) -> str:
         """Name of the pages in the engine: different for all that changes them."""
-        text = json.dumps([self.defaults.system_prompt, self.defaults.chat_template])
+        text = json.dumps(asdict(self.defaults))
         return f"{self.ref.tenant} {self.ref.digest} {hashlib.sha256(text.encode()).hexdigest()}"
 
 

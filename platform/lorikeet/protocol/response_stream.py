@@ -321,12 +321,12 @@ class ResponseBuffers:
     def opened(
         self, request_id: str, log: bytearray, *, begun: bool = False, is_last: bool = False
     ) -> Iterator[ResponseBuffer]:
-        """Open the buffer of a call's answer until the context ends.
+        """Yield a buffer that receives a call's answer until the context ends.
 
         request_id: id of the attempt to answer the call.
-        log: gets the record of the engine's outputs that the received items were made of.
-        begun: whether the client has bytes of the answer.
-        is_last: whether no other replica gets the call if the present one is lost.
+        log: the engine outputs from which the received items were made are appended to it.
+        begun: whether the client has received a part of the answer.
+        is_last: True if no other replica answers the call when the present one is lost.
         """
         buffer = ResponseBuffer(self._interval_s, log, begun=begun, is_last=is_last)
         self._open[request_id] = buffer

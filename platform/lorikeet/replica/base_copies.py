@@ -34,14 +34,14 @@ def changed_rows(folder: Path, modules: Sequence[WholeModule]) -> dict[str, list
     """Return the ids of the rows of trained modules that differ from the base model's checkpoint,
     by module.
 
-    Modules that the base model has in another number of rows, or quantised, are left out. Caches
-    and raises as `changed_copies` does.
+    Rows behind the base model's vocabulary differ. Modules that the base model has quantised are
+    left out. Caches and raises as `changed_copies` does.
     """
     changed = {}
     for each in modules:
         of_base = bytes.fromhex(_hashed(folder, each.module, each.dtype, "rows"))
-        if len(of_base) == len(each.digests):
-            begins = range(0, len(of_base), DIGEST_BYTES)
+        if of_base:
+            begins = range(0, len(each.digests), DIGEST_BYTES)
             changed[each.module] = [
                 at // DIGEST_BYTES
                 for at in begins

@@ -66,6 +66,7 @@ def engine_settings(settings: Settings, base_model: str) -> "EngineSettings":
         adapter_disk_bytes=settings.adapter_disk,
         max_rank=settings.max_rank,
         max_adapter_bytes=settings.max_adapter_bytes,
+        max_added_tokens=settings.max_added_tokens,
         inter_token_goal_s=goal_ms / 1000 if goal_ms is not None else None,
         overlap=device == "cuda",
         speculation=settings.speculation,

@@ -25,7 +25,7 @@ from llguidance import LLMatcher
 
 from lorikeet.errors import InvalidInput
 from lorikeet.protocol.messages import Call, Format
-from lorikeet.replica.grammar_matcher import ModelGrammars
+from lorikeet.replica.grammar_matcher import MORE_TOKENS, ModelGrammars
 from lorikeet.text.grammars.format_grammar import LAYOUT
 from lorikeet.text.grammars.schema_check import NO_JSON, broken_keyword
 from lorikeet.text.grammars.schema_faults import (
@@ -224,18 +224,16 @@ def main() -> None:
 def _serve(connection_fd: int, model: Path) -> None:
     connection = Connection(connection_fd)
     grammars = ModelGrammars(model)
-    _try(grammars, "start: /a/")  # loads the tokenizer
-    if sys.platform == "linux":
-        data = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
-        _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-        most = data + _MEMORY_BYTES
-        most = most if hard == resource.RLIM_INFINITY else min(most, hard)
-        resource.setrlimit(resource.RLIMIT_DATA, (most, hard))  # only root may raise the hard limit
+    _load_tokenizer(grammars, "")
+    more_loaded = False
     while True:
         try:
             grammar = connection.recv()
         except EOFError:
             return
+        if grammar.startswith(MORE_TOKENS) and not more_loaded:
+            _load_tokenizer(grammars, MORE_TOKENS)
+            more_loaded = True
         signal.setitimer(signal.ITIMER_PROF, _CPU_S)  # CPU time; the signal kills this process
         if grammar.startswith(_CHECK):
             problem = broken_keyword(*json.loads(grammar.removeprefix(_CHECK)))
@@ -246,6 +244,22 @@ def _serve(connection_fd: int, model: Path) -> None:
             problem = _try(grammars, grammar)
         signal.setitimer(signal.ITIMER_PROF, 0)
         connection.send(problem)
+
+
+def _load_tokenizer(grammars: ModelGrammars, kind: str) -> None:
+    """Read a tokenizer for grammars, and limit the memory that this process takes beyond it.
+
+    kind: prefix of its grammars: MORE_TOKENS or none.
+    """
+    if sys.platform == "linux":
+        _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
+    _try(grammars, f"{kind}start: /a/")
+    if sys.platform == "linux":
+        data = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
+        most = data + _MEMORY_BYTES
+        most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+        resource.setrlimit(resource.RLIMIT_DATA, (most, hard))  # only root may raise the hard limit
 
 
 def _try(grammars: ModelGrammars, grammar: str) -> str | None:

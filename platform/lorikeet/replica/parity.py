@@ -104,12 +104,15 @@ class _Proof:
                 f"probes: one has {longest} tokens, and the replica takes {info.max_context - 1}",
                 param="probes",
             )
-        if max(max(probe.token_ids) for probe in self._probes) >= info.vocab_size:
+        vocabulary = max(info.vocab_size, test.adapter.vocabulary)
+        if max(max(probe.token_ids) for probe in self._probes) >= vocabulary:
             raise InvalidInput(
-                f"probes: a token id is not in the base model's vocabulary of {info.vocab_size}",
+                f"probes: a token id is not in the base model's vocabulary of {vocabulary}",
                 param="probes",
             )
         self._sample = _sample(self._probes)
+        # of the adapter's own tokens the base model knows nothing
+        self._beyond_base = max(max(p.token_ids) for p in self._sample) >= info.vocab_size
         self._trained = joined([probe.logprobs for probe in self._sample])
         self._base: np.ndarray | None = None
         self._tries = 0
@@ -117,6 +120,7 @@ class _Proof:
     async def run(self, lock: asyncio.Lock) -> Parity:
         trained_base = joined([probe.base_logprobs for probe in self._sample])
         knows_base = trained_base.size == self._trained.size >= _LEAST_SCORED
+        knows_base = knows_base and not self._beyond_base
         if knows_base:
             all_scores, self._base = await asyncio.gather(
                 self._scores(self._probes, self._test.adapter), self._scores(self._sample, None)
@@ -155,6 +159,8 @@ class _Proof:
         base: the same difference of the base model alone; None if the trainer gave too few values.
         noise: mean of |Δ| (the absolute difference, nats) that rounding explains.
         """
+        if self._beyond_base:
+            return GapCause.UNKNOWN, _BEYOND_BASE
         if base is not None and base.mean >= gap.mean / 2:
             return self._of_base(base)
         if self._base is None:
@@ -320,6 +326,10 @@ _REMEDIES = {
     VariantKind.TRANSPOSED: "save lora_B as [d_out, rank]",
     VariantKind.MODULES: "leave these modules out, or let the trainer compute them",
 }
+_BEYOND_BASE = (
+    "the probes have tokens that the base model lacks, so nothing can be compared with the base "
+    "model: make probes without them"
+)
 _NO_ADAPTER = (
     "the trainer's log-probabilities are those of the base model: make the probes with the adapter "
     "enabled, after its training"

@@ -154,11 +154,12 @@ class PinnedPrompts:
         def encode(encoder: PromptEncoder) -> TokenIds:
             return encoder.encode_system_prompt(prompt.defaults, context)
 
+        encoder = self._encoder.with_tokenizer(prompt.defaults.tokenizer)
         if template is None:
-            return await asyncio.to_thread(partial(encode, self._encoder))
+            return await asyncio.to_thread(partial(encode, encoder))
         if self._templates is None:
             self._templates = AdapterTemplates()
-        return await self._templates.run(prompt.ref.tenant, self._encoder, template, encode)
+        return await self._templates.run(prompt.ref.tenant, encoder, template, encode)
 
 
 def _request(prompt: PinnedPrompt | LearnedPrompt, tokens: tuple[int, ...], keeps: str) -> Request:

@@ -4,13 +4,14 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import TypeVar
 
 from lorikeet.apis.answer import RESPONSE_COPIES
 from lorikeet.errors import InvalidInput
 from lorikeet.protocol.messages import Call, EncodedCall, Endpoint, Thinking
+from lorikeet.replica.grammar_matcher import MORE_TOKENS
 from lorikeet.replica.grammar_sandbox import GrammarSandbox, SchemasRefused, Unchecked
 from lorikeet.text.choice import SaidChoice, SchemaCheck
 from lorikeet.text.grammars.answer_grammar import answer_grammar
@@ -24,7 +25,7 @@ from lorikeet.text.grammars.schema_faults import (
 )
 from lorikeet.text.harmony import place_behind
 from lorikeet.text.prompt_echoes import PromptEchoes, prompt_echoes
-from lorikeet.text.prompts import PromptEncoder
+from lorikeet.text.prompts import MAX_OWN_TOKENIZERS, PromptEncoder
 from lorikeet.text.tenant_threads import TenantThreads
 from lorikeet.text.tools.syntax import HARMONY
 from lorikeet_engine.adapter import Pooling
@@ -89,8 +90,15 @@ class RequestBuilder:
         max_context: the engine's longest sequence, tokens.
         """
         self._encoder, self._max_context = encoder, max_context
+        self._with_vocabulary = lru_cache(MAX_OWN_TOKENIZERS)(encoder.with_vocabulary)
         self._threads = TenantThreads()
         self._grammars = GrammarSandbox(model)
+
+    def encoder_of(self, encoded: EncodedCall) -> PromptEncoder:
+        """Return an encoder with the tokenizer, the syntax of tool calls and the tags of thinking
+        of the call's adapter, to read the answer. The encoder cannot encode prompts.
+        """
+        return self._with_vocabulary(encoded.tokenizer).with_marks(encoded.marks)
 
     async def build(self, encoded: EncodedCall) -> PreparedCall:
         """Return the engine's request for a call. Only calls with tools or a format have a grammar
@@ -106,7 +114,7 @@ class RequestBuilder:
         if goes_on:
             scheduling = replace(encoded.call.scheduling, max_queue_s=None)
             encoded = replace(encoded, call=replace(encoded.call, scheduling=scheduling))
-        call, encoder = encoded.call, self._encoder.with_marks(encoded.marks)
+        call, encoder = encoded.call, self.encoder_of(encoded)
         prepare = partial(prepare_call, encoded, encoder)
         prepared = await self._run(partial(prepare, self._max_context), encoded)
         if prepared.tried_grammar is None:
@@ -261,11 +269,12 @@ def with_grammar(prepared: PreparedCall, call: Call, encoder: PromptEncoder) -> 
     if prepared.thinking is not Thinking.NEVER:
         known = encoder.syntax, encoder.vocabulary, prepared.thinking, encoder.think_tags
         grammar = answer_grammar(call, *known)
-    sampling = replace(prepared.request.sampling, grammar=grammar)
+    mark = MORE_TOKENS if encoder.adds_tokens else ""
+    sampling = replace(prepared.request.sampling, grammar=f"{mark}{grammar}")
     return replace(
         prepared,
         request=replace(prepared.request, sampling=sampling),
-        tried_grammar=tried,
+        tried_grammar=None if tried is None else f"{mark}{tried}",
         ignored=(*prepared.ignored, *ignored_keywords(call)),
         checked=tuple(checked_schemas(call)),
     )

@@ -224,7 +224,9 @@ class Gateway:
             self._services = Services(
                 catalog=_open_catalog(store, kept_view),
                 base_models=read_base_models(settings),
-                limits=AdapterLimits(settings.max_rank, settings.max_adapter_bytes),
+                limits=AdapterLimits(
+                    settings.max_rank, settings.max_adapter_bytes, settings.max_added_tokens
+                ),
                 engines=ServeEngineClient(engines, name),
                 encoders=read_encoders(settings),
                 gateways=settings.gateways,

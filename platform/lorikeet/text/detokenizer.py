@@ -1,7 +1,7 @@
 """Detokenization: names of single tokens, and the growing text of a choice."""
 
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from functools import cached_property, lru_cache
 
@@ -45,7 +45,7 @@ class Vocabulary:
         self._byte_level = isinstance(tokenizer.decoder, decoders.ByteLevel)
         self.special = frozenset(i for i, token in self._added.items() if token.special)
         self.added = {str(token.content): i for i, token in self._added.items()}
-        self.named = lru_cache(_KEPT_NAMES)(self._named)
+        self.named: Callable[[int], NamedToken] = lru_cache(_KEPT_NAMES)(self._named)
 
     @cached_property
     def by_id(self) -> "Vocabulary":
@@ -54,6 +54,17 @@ class Vocabulary:
         other.named = lru_cache(_KEPT_NAMES)(
             lambda token: NamedToken(f"token_id:{token}", self.bytes_of(token))
         )
+        return other
+
+    def with_added(self, tokenizer: Tokenizer) -> "Vocabulary":
+        """Return the vocabulary of a tokenizer that has this one's tokens and more; both share the
+        cached names of the tokens that both have.
+        """
+        other = Vocabulary(tokenizer)
+        same = {*self._flags()}
+        more = {token for token, *flags in other._flags() if (token, *flags) not in same}
+        own, ours = other.named, self.named
+        other.named = lambda token: own(token) if token in more else ours(token)
         return other
 
     def special_except(self, shown: Iterable[str]) -> frozenset[int]:
@@ -103,6 +114,9 @@ class Vocabulary:
         top = logprobs.top[:alternatives]
         tokens = [named(token), *[named(i) for i, _ in top]]
         return SampledToken(tokens, [logprobs.logprob, *[likely for _, likely in top]], offset)
+
+    def _flags(self) -> Iterable[tuple[int, str, bool]]:
+        return ((i, str(token.content), token.special) for i, token in self._added.items())
 
     def _named(self, token: int) -> NamedToken:
         octets = self.bytes_of(token)

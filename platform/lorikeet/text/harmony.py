@@ -1,13 +1,13 @@
 """Parser of Harmony, the format in which gpt-oss writes its answers.
 
-An answer is a row of messages, the first of which begins behind the prompt's `<|start|>assistant`:
+An answer is a row of messages, the first of which begins after the prompt's `<|start|>assistant`:
 
     <|channel|>analysis<|message|>…<|end|>
     <|start|>assistant<|channel|>commentary to=functions.F <|constrain|>json<|message|>{…}<|call|>
     <|start|>assistant<|channel|>final<|message|>…<|return|>
 
 Messages on the channel `analysis` are thinking, those to an offered function are tool calls, all
-others are text. A call's recipient stands behind the channel or behind the role. Marks are read by
+others are text. A call's recipient stands after the channel or after the role. Marks are read by
 token id: text that spells a mark stays text.
 """
 
@@ -34,7 +34,7 @@ _LAST = (CALL, RETURN)  # marks that end the answer
 _ROLE = regex.compile(r"\s*(?:assistant)?\s*(?:to=\S*\s*)?")
 """Pattern of the text before a message's channel."""
 _HEADER = regex.compile(r"\s*(?:analysis|commentary|final)?\s*(?:to=\S*)?\s*(?:json)?\s*")
-"""Pattern of the text behind a message's mark of the channel."""
+"""Pattern of the text after a message's mark of the channel."""
 _RECIPIENT = regex.compile(r"\bto=(?:functions\.)?((?:(?!<\|)\S)+)")
 _CHANNEL = regex.compile(regex.escape(CHANNEL) + r"\s*(\w*)")
 _LONGEST_ROLE = 64  # tokens of text before a channel that may still become a role
@@ -44,7 +44,7 @@ _GAP = "\n\n"  # between the texts of two messages
 class Place(Enum):
     """Place in a text of Harmony, the format of gpt-oss: a row of messages with headers.
 
-    BETWEEN: behind a message.
+    BETWEEN: after a message.
     HEADER: before a message's text.
     BODY: within a message's text.
     """
@@ -269,7 +269,7 @@ class HarmonyChoice:
     def _close_body(self, end: int) -> None:
         """End the open message, all of whose text has come.
 
-        end: index behind the message's last token.
+        end: index after the message's last token.
         """
         if self._finish_body():
             return
@@ -338,7 +338,7 @@ class HarmonyChoice:
             self._shown = self._kind
 
     def _emit_call(self, text: str) -> None:
-        """Emit the next part of a call's arguments. Text behind the arguments is dropped."""
+        """Emit the next part of a call's arguments. Text after the arguments is dropped."""
         if self._arguments is None:
             text = text.lstrip()
             if not text:

@@ -91,7 +91,7 @@ def _with_thinking(message: _Message) -> _Message:
 def _with_results(message: _Message, results: Sequence[_Message]) -> Iterator[_Message]:
     """Yield a message as one message for each of its calls, each followed by the call's results.
 
-    results: the tools' results behind the message; those of no call of the message come last.
+    results: the tools' results after the message; those of no call of the message come last.
     """
     calls = message.get("tool_calls") or ()
     if len(calls) < 2:

@@ -7,10 +7,12 @@ import re
 from array import array
 from collections.abc import Mapping, Sequence
 from copy import copy
+from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+import tokenizers
 from jinja2 import Environment, TemplateError
 from tokenizers import Tokenizer
 
@@ -30,7 +32,7 @@ from lorikeet.protocol.messages import (
     TokenIds,
     ToolUse,
 )
-from lorikeet.request_defaults import RequestDefaults
+from lorikeet.request_defaults import AddedToken, RequestDefaults, TokenizerChanges
 from lorikeet.text.detokenizer import Vocabulary
 from lorikeet.text.harmony import REQUIRED_MARKS
 from lorikeet.text.harmony_prompts import (
@@ -52,6 +54,8 @@ from lorikeet.text.tools.syntax import HARMONY, SYNTAXES, ToolSyntax, syntax_of
 if TYPE_CHECKING:  # it takes a second
     from transformers import PreTrainedTokenizerFast
 
+MAX_OWN_TOKENIZERS = 64
+"""Number of encoders with adapters' own tokenizers that a process keeps, each in 0.1 to 3 MB."""
 _SHORT_CHARACTERS = 1024
 """Limit on the characters of a call that is encoded in a fraction of a millisecond."""
 _PROMPT_CHARACTERS = 20
@@ -84,6 +88,7 @@ _WITHIN_MARK = "\ufdd0"
 """Character at which a prompt is split before it is encoded: a noncharacter of Unicode, within the
 text of a special token that a message spells.
 """
+_NO_FLAGS = ("id", "content")  # of an added token's fields
 _HELLO = ({"role": "user", "content": "Hello"},)
 _TWO_MESSAGES = tuple({"role": "user", "content": text} for text in ("Hello", "7"))
 _ANY_TOOL = {
@@ -118,10 +123,13 @@ class PromptEncoder:
 
     special_tokens: texts of special tokens by the names of the template's variables.
     pad_token: id of the base model's padding token, by its config.json; None without one.
+    adds_tokens: whether the tokenizer is an adapter's, which adds tokens to the base model's.
 
     syntax: the model's syntax of tool calls; None if it has no known one.
     takes_tools: whether calls may have tools.
     """
+
+    adds_tokens = False
 
     def __init__(self, model: Path) -> None:
         """Read the tokenizer. Raises InvalidSetting for a model folder without tokenizer.json."""
@@ -150,10 +158,58 @@ class PromptEncoder:
         # Many trainers save tokenizer.json with the truncation and padding of their last batch.
         self.backend.no_truncation()
         self.backend.no_padding()
-        self.vocabulary = Vocabulary(self.backend)
-        special = (self.backend.id_to_token(token) for token in self.vocabulary.special)
-        self._marks = re.compile("|".join(map(re.escape, special)) or r"(?!)")
+        self._read_vocabulary(Vocabulary(self.backend))
         self._read_template(None if tokenizer.chat_template is None else _BaseTemplate(tokenizer))
+
+    def with_tokenizer(self, changes: TokenizerChanges | None) -> "PromptEncoder":
+        """Return an encoder with an adapter's tokenizer and this chat template; this encoder itself
+        for None.
+
+        Arguments and errors: as for with_vocabulary.
+        """
+        if changes is None:
+            return self
+        other = self.with_vocabulary(changes)
+        other.special_tokens = {**self.special_tokens, **dict(changes.special_tokens)}
+        template = self._template
+        if isinstance(template, _BaseTemplate):
+            template = template.with_special_tokens(other.special_tokens)
+        other._read_template(template)
+        return other
+
+    def with_vocabulary(self, changes: TokenizerChanges | None) -> "PromptEncoder":
+        """Return a copy with the tokens of an adapter's tokenizer, to read answers; this encoder
+        itself for None. The copy cannot encode chats.
+
+        Both tokenizers share the base model's vocabulary and merges, so that the adapter's is made
+        in milliseconds and takes memory for its added tokens alone.
+
+        changes: differences from this encoder's tokenizer.
+
+        Raises InvalidInput if the adapter's tokens do not have the ids behind this tokenizer's.
+        """
+        if changes is None:
+            return self
+        other = copy(self)
+        other.adds_tokens = True
+        other.backend = _with_added(self.backend, changes.added)
+        other._read_vocabulary(self.vocabulary.with_added(other.backend))
+        return other
+
+    def added_tokens(self) -> list[AddedToken]:
+        """Return the tokenizer's added tokens in the order of their ids."""
+        return [
+            AddedToken(
+                self.vocabulary.added[str(token.content)],
+                str(token.content),
+                token.special,
+                token.single_word,
+                token.lstrip,
+                token.rstrip,
+                token.normalized,
+            )
+            for token in _added_to(self.backend)
+        ]
 
     def with_template(self, template: ChatTemplate) -> "PromptEncoder":
         """Return an encoder with this tokenizer and another chat template, which is rendered some
@@ -182,6 +238,11 @@ class PromptEncoder:
         """
         syntax = next((name for name, each in SYNTAXES.items() if each is self.syntax), None)
         return AnswerMarks(syntax, tuple(self.think_tags))
+
+    def _read_vocabulary(self, vocabulary: Vocabulary) -> None:
+        self.vocabulary = vocabulary
+        special = (str(self.backend.id_to_token(token)) for token in vocabulary.special)
+        self._marks = re.compile("|".join(map(re.escape, special)) or r"(?!)")
 
     def _read_template(self, template: ChatTemplate | None) -> None:
         self._template = template
@@ -278,7 +339,7 @@ class PromptEncoder:
         defaults: the adapter's own request defaults, with the system prompt.
         max_context: longest sequence that the engine takes, tokens.
 
-        Raises InvalidInput if the chat template refuses a message behind the system prompt,
+        Raises InvalidInput if the chat template refuses a message after the system prompt,
         ContextLengthExceeded if a long prompt exceeds the context.
         """
         about = ("", Endpoint.CHAT, 0, "", "", None)
@@ -372,9 +433,9 @@ class PromptEncoder:
         return [said["content"] in text for text in shown] == [False, True]
 
     def _takes_system_only_first(self) -> bool:
-        """Return True if the template refuses or drops a system message behind other messages.
+        """Return True if the template refuses or drops a system message after other messages.
 
-        Templates of Qwen 3.5 refuse it, and Ministral 3's behind an answer; gpt-oss' drops it.
+        Templates of Qwen 3.5 refuse it, and Ministral 3's after an answer; gpt-oss' drops it.
         Coding agents send such messages.
         """
         first, later = ({"role": "system", "content": said} for said in ("Be brief.", "Be kind."))
@@ -465,7 +526,7 @@ class PromptEncoder:
     ) -> str:
         """Return the prompt up to the end of the last message, which the answer continues.
 
-        A mark behind the last message keeps templates from trimming the whitespace at its end.
+        A mark after the last message keeps templates from trimming the whitespace at its end.
 
         arguments: variables for the chat template.
 
@@ -528,9 +589,11 @@ def encode_call(call: Call, encoder: PromptEncoder, max_context: int) -> Encoded
     thinking = encoder.thinking(call, prompts)
     check_begun_answer(call, thinking, encoder.think_tags)
     echoed = echoed_texts(call, encoder.backend)
-    own = call.defaults is not None and call.defaults.chat_template is not None
-    marks = encoder.marks() if own else None
-    return EncodedCall(call, prompts, thinking, echoed, encoder.ignored(call), marks)
+    own = call.defaults or RequestDefaults()
+    is_own = own.chat_template is not None or own.tokenizer is not None
+    marks = encoder.marks() if is_own else None
+    ignored = encoder.ignored(call)
+    return EncodedCall(call, prompts, thinking, echoed, ignored, marks, own.tokenizer)
 
 
 def is_short(call: Call) -> bool:
@@ -575,8 +638,8 @@ def check_context(call: Call, prompts: Sequence[Sequence[int]], max_context: int
 def check_begun_answer(call: Call, thinking: Thinking, tags: ThinkTags) -> None:
     """Raise InvalidInput if an answer with a format would continue the text of a message.
 
-    A grammar describes whole answers, and would begin anew behind that text. A message that ends
-    within the model's thoughts, or right behind them, has no such text.
+    A grammar describes whole answers, and would begin anew after that text. A message that ends
+    within the model's thoughts, or right after them, has no such text.
 
     thinking: whether the model, at the end of the prompt, never thinks, may begin to or has begun.
     tags: the model's tags of thinking.
@@ -593,15 +656,47 @@ def check_begun_answer(call: Call, thinking: Thinking, tags: ThinkTags) -> None:
 
 
 def echoed_texts(call: Call, tokenizer: Tokenizer) -> tuple[str, ...]:
-    """Return the text of each prompt that a call's answer repeats; () without `echo`."""
+    """Return the text of each prompt if the call asks to repeat them (`echo`); else ()."""
     given = call.prompts if call.echo else ()
     return tuple(
         each if isinstance(each, str) else str(tokenizer.decode(list(each))) for each in given
     )
 
 
+def _with_added(tokenizer: Tokenizer, added: Sequence[AddedToken]) -> Tokenizer:
+    """Return a tokenizer with more added tokens, which shares the model of the given one.
+
+    added: tokens in the order of their ids; they replace tokens of the same text.
+
+    Raises InvalidInput if the tokens do not have the ids behind the tokenizer's.
+    """
+    other = Tokenizer(tokenizer.model)
+    for part in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
+        if (value := getattr(tokenizer, part)) is not None:
+            setattr(other, part, value)
+    tokens = {str(token.content): token for token in _added_to(tokenizer)}
+    for token in added:
+        flags = {name: value for name, value in asdict(token).items() if name not in _NO_FLAGS}
+        tokens[token.content] = tokenizers.AddedToken(token.content, **flags)
+    other.add_tokens(list(tokens.values()))
+    for token in added:
+        found = other.token_to_id(token.content)
+        if found != token.id:
+            taken = tokenizer.id_to_token(token.id)
+            why = f"want {found}" if taken is None else f"that of the base model's {taken!r}"
+            raise InvalidInput(f"the added token {token.content!r} has the id {token.id}: {why}")
+    return other
+
+
+def _added_to(tokenizer: Tokenizer) -> list[tokenizers.AddedToken]:
+    """Return a tokenizer's added tokens in the order of their ids."""
+    return [token for _, token in sorted(tokenizer.get_added_tokens_decoder().items())]
+
+
 class _BaseTemplate:
     """Chat template of a base model, rendered by transformers in this process."""
+
+    _special_tokens: Mapping[str, str] = {}
 
     def __init__(self, tokenizer: "PreTrainedTokenizerFast") -> None:
         self._tokenizer = tokenizer
@@ -609,9 +704,16 @@ class _BaseTemplate:
         self.names = _names_in(self.texts)
         self.text_with_tools = str(tokenizer.get_chat_template(tools=[_ANY_TOOL]))
 
+    def with_special_tokens(self, special_tokens: Mapping[str, str]) -> "_BaseTemplate":
+        """Return the template with other values of variables such as eos_token."""
+        other = copy(self)
+        other._special_tokens = special_tokens
+        return other
+
     def render(self, messages: list[dict[str, Any]], **variables: Any) -> str:
+        given = {**self._special_tokens, **variables}
         try:
-            text = self._tokenizer.apply_chat_template(messages, tokenize=False, **variables)
+            text = self._tokenizer.apply_chat_template(messages, tokenize=False, **given)
         # A template may fail in any way on a variable of an unexpected type.
         except _TEMPLATE_ERRORS as error:
             raise InvalidInput(

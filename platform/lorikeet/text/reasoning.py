@@ -16,7 +16,7 @@ class ThinkTags(NamedTuple):
     """Tags between which a model writes its thinking.
 
     opens, closes: text of the opening and the closing tag.
-    word: last part of `opens` that is plain text behind the tag's special token, such as "thought"
+    word: last part of `opens` that is plain text after the tag's special token, such as "thought"
         in "<|channel>thought"; "" if the tag has no such part.
     """
 
@@ -46,7 +46,7 @@ def tags_of(templates: Iterable[str]) -> ThinkTags | None:
 def thinking_behind(prompt: str, tags: ThinkTags = THINK_TAGS) -> Thinking:
     """Return the state of the thinking at the end of a prompt.
 
-    It is BEGUN behind an opening tag, NEVER behind a closing tag, else POSSIBLE.
+    It is BEGUN after an opening tag, NEVER after a closing tag, else POSSIBLE.
 
     prompt: text of the prompt's end.
     """

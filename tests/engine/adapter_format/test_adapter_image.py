@@ -18,6 +18,7 @@ from lorikeet_engine.parallel.shard import Shard
 from lorikeet_engine.residency.blob_packing import pack
 from lorikeet_engine.residency.packed_image import PackedLayout
 from tests.engine.blobs import SHAPE, Shelf, everywhere, save_peft_folder
+from tests.engine.pairs import pairs
 
 LIMITS = AdapterLimits(max_rank=64, max_bytes=1 << 20)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -46,12 +47,18 @@ def refusal(work) -> str | None:
     return None
 
 
-@pytest.mark.parametrize("side", ["A", "B"])
-@pytest.mark.parametrize("scaling", [1.0, 2.0, -0.5, 1e5])
-@pytest.mark.parametrize(("dtype", "stored"), itertools.product(DTYPES, DTYPES))
-def test_values_are_accepted_exactly_if_they_can_be_packed(side, scaling, dtype, stored, tmp_path):
+@pytest.mark.parametrize(
+    ("stored_as", "scaled_by"),
+    pairs(
+        itertools.product(DTYPES, DTYPES),
+        [(side, scaling) for scaling in (1.0, 2.0, -0.5, 1e5) for side in "AB"],
+    ),
+)
+def test_values_are_accepted_exactly_if_they_can_be_packed(stored_as, scaled_by, tmp_path):
+    (dtype, stored), (side, scaling) = stored_as, scaled_by
     below = torch.tensor(EDGES[dtype]).nextafter(torch.tensor(0.0))
-    values = [below, EDGES[dtype], -EDGES[dtype], below / scaling, 1.0, torch.nan, -torch.inf]
+    edge = EDGES[dtype]
+    values = [below, edge, -edge, below / scaling, edge / scaling, 1.0, torch.nan, -torch.inf]
     for number, value in enumerate(values):
         shelf = Shelf(tmp_path / str(number))
         blob, spec = spoilt(shelf, side, float(value), 2 * scaling, stored)

@@ -2,9 +2,12 @@
 
 import hashlib
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from lorikeet_engine.adapter_format import (
     AdapterLimits,
@@ -15,8 +18,9 @@ from lorikeet_engine.adapter_format import (
     whole_modules,
     write_blob,
 )
+from lorikeet_engine.adapter_format.tensor_names import whole_name
 from lorikeet_engine.errors import AdapterRejected
-from tests.engine.adapter_format.peft_folder import edit_weights
+from tests.engine.adapter_format.peft_folder import edit_config, edit_weights
 from tests.engine.tiny_llama import SHAPE, trained
 
 LIMITS = AdapterLimits(max_rank=16, max_bytes=1 << 20)
@@ -48,13 +52,47 @@ def test_head_and_embeddings_are_left_out_under_any_name(folder):
     assert base_copies(folder / "alone") == ()
 
 
+@pytest.mark.parametrize("dtype", ["F32", "F16", "BF16"])
+def test_a_resized_copy_becomes_the_rows_behind_the_vocabulary_with_the_trained_tokens(
+    dtype, tmp_path
+):
+    """The reference casts with torch, as PEFT does when it puts trained rows into the matrix."""
+    kind = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[dtype]
+    ids = [65, 3, 66]
+    model = trained(r=4, target_modules=["q_proj"])
+    model.save_pretrained(tmp_path)
+    matrix, delta = torch.randn(67, 32).to(kind), torch.randn(3, 32)
+    want = matrix.clone()
+    want[ids] = delta.to(kind)
+    rows = EMBEDDINGS.replace(".weight", ".token_adapter.base_layer.weight")
+    file = tmp_path / "adapter_model.safetensors"
+    of_rows = EMBEDDINGS.replace(".weight", ".token_adapter.trainable_tokens_delta")
+    save_file(load_file(file) | {rows: matrix, of_rows: delta, HEAD: matrix.clone()}, file)
+    edit_config(tmp_path, trainable_token_indices={"embed_tokens": ids})
+    write_blob(tmp_path, tmp_path / "blob")
+    found = load_file(tmp_path / "blob")
+    assert torch.equal(found[whole_name("model.embed_tokens")], want)
+    assert torch.equal(found[whole_name("lm_head")], matrix)
+    with pytest.raises(AdapterRejected, match=r"token 66 .* set LORIKEET_MAX_ADDED_TOKENS, now 0"):
+        read_spec(tmp_path / "blob", SHAPE, LIMITS)
+    kept = {"embed_tokens": [3, 64, 65, 66], "lm_head": [64, 65, 66]}
+    keep_rows(tmp_path / "blob", tmp_path / "less", kept)
+    more = replace(LIMITS, max_added_tokens=3)
+    assert read_spec(tmp_path / "less", SHAPE, more).vocabulary == 67
+    keep_rows(tmp_path / "blob", tmp_path / "one", kept | {"lm_head": [64, 65]})
+    with pytest.raises(AdapterRejected, match="lm_head: the row of token 66, which the base model"):
+        read_spec(tmp_path / "one", SHAPE, more)
+
+
 @pytest.mark.parametrize("rows", [63, 66])
 @pytest.mark.parametrize("name", [HEAD, EMBEDDINGS])
-def test_a_resized_vocabulary_is_refused_by_name(rows, name, folder):
-    edit_weights(folder, lambda t: t.update({name: np.zeros((rows, 32), np.float32)}))
-    write_blob(folder, folder / "blob")
-    with pytest.raises(AdapterRejected, match="resized vocabularies cannot be served") as caught:
-        read_spec(folder / "blob", SHAPE, LIMITS)
+def test_lora_of_a_resized_vocabulary_is_refused_by_name(rows, name, tmp_path):
+    trained(r=4, target_modules=["q_proj", "lm_head"]).save_pretrained(tmp_path)
+    edit_weights(tmp_path, lambda t: t.pop(HEAD.replace(".weight", ".base_layer.weight"), None))
+    edit_weights(tmp_path, lambda t: t.update({name: np.zeros((rows, 32), np.float32)}))
+    write_blob(tmp_path, tmp_path / "blob")
+    with pytest.raises(AdapterRejected, match="with a resized vocabulary cannot be") as caught:
+        read_spec(tmp_path / "blob", SHAPE, LIMITS)
     assert caught.value.field == name.split(".")[-2]
 
 

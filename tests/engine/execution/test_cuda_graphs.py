@@ -252,7 +252,7 @@ def on(*often):
 
 
 # Which graph computes a step depends on its size, not on the model.
-FEW = on(ON_CPU[0], ON_CPU[-1])
+FEW = on(ON_CPU[0])
 WITH_STATES = on(ON_CPU[0], ("cpu", "auto", HYBRID), ON_CPU[-1])
 
 

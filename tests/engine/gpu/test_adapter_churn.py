@@ -75,7 +75,9 @@ LATE = (0, 0, 2_000_000, 8_000_000)  # cycles of a GPU's clock; some two million
 
 @pytest.fixture(scope="module")
 def reference(request, tmp_path_factory):
-    return Float32Reference("llama", tmp_path_factory.mktemp("llama"), request.param, ADAPTERS)
+    folder = tmp_path_factory.mktemp("llama")
+    # smaller models' answers to these adapters lie too near to each other
+    return Float32Reference("llama", folder, request.param, ADAPTERS, on_cpu={})
 
 
 @pytest.mark.parametrize("reference", ["cpu"], indirect=True)

@@ -81,7 +81,7 @@ ACTIVATED: dict[str, Any] = {
 }
 WEIGHTS = {"head": 0.75, "added": -0.5}
 GRAMMAR = "below 250, end under 1"
-TOKENS, TOKENS_ALONE = 30, 8  # of each answer
+TOKENS, TOKENS_ALONE = 30, 4  # of each answer
 ENGINE = {"kv_pages": 9, "max_context": 112, "max_batch_tokens": 24, "max_running": 24}
 # States of delta nets are saved, to be hit, behind 64 tokens of a step.
 HYBRID_ENGINE = ENGINE | {"max_batch_tokens": 64, "state_bytes": 2 << 20}

@@ -55,7 +55,7 @@ class LayerKind(StrEnum):
         the keys and values of the last layer before them that has its own, of ATTENTION or WINDOW.
         DELTA_NET: gated delta net (arXiv 2412.06464), whose state has the same size for any
         context. MAMBA: Mamba 2 (arXiv 2405.21060), with such a state, too.
-    DENSE, SPARSE: attention to all earlier tokens, and behind it a dense MLP or a mixture of
+    DENSE, SPARSE: attention to all earlier tokens, and after it a dense MLP or a mixture of
         experts, in families that have both.
     MLP: dense MLP. EXPERTS: mixture of experts. LATENT_EXPERTS: mixture of experts that read and
         write vectors narrower than hidden states.
@@ -314,7 +314,7 @@ class Family:
     kinds_key: key of config.json that lists the kind of each layer.
     kind_names: kinds of layers by their names in that list; empty: LayerKind's values.
     alone: whether each layer consists of a norm and one part: attention, Mamba 2 or an MLP. Other
-        families' layers have an MLP behind each of the former.
+        families' layers have an MLP after each of the former.
     embeddings: name of the embeddings' module in the trainers' model.
     recurrent: keys for delta nets or Mamba 2; None: no layer has either.
     fixed: keys of config.json of which one value alone can be served, with this value.
@@ -363,7 +363,7 @@ class Family:
 
     @property
     def usually_has_qkv_bias(self) -> bool:
-        """Whether q, k and v have biases, unless attention_bias says otherwise."""
+        """Whether q, k and v have biases if config.json does not set `attention_bias`."""
         return self.qkv_bias or bool(self.switches.get("attention_bias"))
 
 

@@ -17,9 +17,9 @@ class AttentionByHeads:
     """AttentionBackend for models whose layers differ in their heads: a back end for each kind."""
 
     def __init__(self, backends: Sequence[tuple[range, AttentionBackend]]) -> None:
-        """Take the back ends, in the order of the groups.
+        """Combine back ends for models whose groups of layers need different ones.
 
-        backends: pairs of a range of groups of layers, and the back end of these layers.
+        backends: pairs of a range of groups of layers and their back end, in the order of groups.
         """
         self._backends = backends
         self._planned = list[PlannedSequences]()
@@ -54,9 +54,9 @@ class CapturableByHeads(AttentionByHeads):
     """AttentionByHeads whose back ends can all be captured in CUDA graphs."""
 
     def __init__(self, backends: Sequence[tuple[range, CapturableAttention]]) -> None:
-        """Take the back ends, in the order of the groups.
+        """Combine back ends for models whose groups of layers need different ones.
 
-        backends: pairs of a range of groups of layers, and the back end of these layers.
+        backends: pairs of a range of groups of layers and their back end, in the order of groups.
         """
         super().__init__(backends)
         self._capturable = backends

@@ -111,7 +111,7 @@ class MessageBlock(Body):
     """Content block of a message: text, a tool call, a tool's result, or thinking of an earlier
     answer.
 
-    A block of type tool_addition or tool_removal begins or ends the offer of a tool instead.
+    A block of type tool_addition offers a tool from here on; tool_removal withdraws the offer.
 
     tool: name of the tool that is added or removed.
     is_error: whether the tool failed; puts "Error: " before its result, because chat templates

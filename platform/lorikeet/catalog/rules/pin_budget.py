@@ -83,7 +83,8 @@ def check_budget(state: CatalogState, change: Pinned, now: float) -> None:
 
 
 def _with_template(prompt: str, defaults: RequestDefaults | None) -> RequestDefaults:
-    return RequestDefaults(None if defaults is None else defaults.chat_template, prompt)
+    own = defaults or RequestDefaults()
+    return RequestDefaults(own.chat_template, prompt, tokenizer=own.tokenizer)
 
 
 def _charge(state: CatalogState, pins: Sequence[PinRecord | Pinned]) -> int:

@@ -16,6 +16,7 @@ from lorikeet.sizes import show_size
 from lorikeet_engine.adapter_format import OUTER_MODULES
 
 _SHOWN_CHARACTERS = 60
+_SHOWN_TOKENS = 5
 _SHOWN_LABELS = 8
 
 
@@ -129,6 +130,8 @@ def show_kind(version: dict[str, Any]) -> Iterator[str]:
         shown = escape(", ".join(labels[:_SHOWN_LABELS]) + more)
         count = f"{len(labels)} label{'s' * (len(labels) != 1)}"
         yield f"classifies texts by a head of {count}: {shown}"
+    if count := version["vocabulary"]:
+        yield f"has {count} tokens, more than its base model"
     if tokens := version["invocation_tokens"]:
         shown = ", ".join(map(str, tokens))
         yield f"is an activated LoRA: it changes a prompt from the last tokens {shown} on"
@@ -143,6 +146,11 @@ def _defaults(defaults: dict[str, Any]) -> Iterator[str]:
     if (template := defaults["chat_template"]) is not None:
         digest = hashlib.sha256(template.encode()).hexdigest()[:12]
         yield f"chat template ({show_size(len(template.encode()))}, SHA-256 {digest}…)"
+    if (tokenizer := defaults["tokenizer"]) is not None:
+        names = [token["content"] for token in tokenizer["added"]]
+        more = ", …" if len(names) > _SHOWN_TOKENS else ""
+        shown = f": {', '.join(names[:_SHOWN_TOKENS])}{more}" if names else ""
+        yield f"tokenizer ({len(names)} token{'s' * (len(names) != 1)} of its own{shown})"
     if (prompt := defaults["system_prompt"]) is not None:
         shown = prompt if len(prompt) <= _SHOWN_CHARACTERS else f"{prompt[:_SHOWN_CHARACTERS]}…"
         yield f"system prompt {json.dumps(shown, ensure_ascii=False)}"

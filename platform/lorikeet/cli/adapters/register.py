@@ -23,6 +23,7 @@ from lorikeet.cli.adapters.request_defaults import (
     SystemPrompt,
     UseChatTemplate,
     UseGenerationConfig,
+    UseTokenizer,
 )
 from lorikeet.cli.adapters.smoke import print_smoke
 from lorikeet.cli.adapters.sources import check_source, open_source
@@ -95,6 +96,7 @@ def register(
     revision: Revision = None,
     chat_template: ChatTemplate = None,
     use_chat_template: UseChatTemplate = False,
+    use_tokenizer: UseTokenizer = False,
     system_prompt: SystemPrompt = None,
     stop: Stop = None,
     generation_config: GenerationConfig = None,
@@ -104,7 +106,7 @@ def register(
     """Add an adapter, or a new version of one.
 
     The first version becomes prod at once, later ones with --promote. Registering the same weights
-    with the same chat template, system prompt and other defaults again gives the same version. To
+    with the same chat template, tokenizer and other defaults again gives the same version. To
     resume an interrupted upload, repeat the command.
 
     Example: `lorikeet register ./my-adapter acme/support --promote`
@@ -121,6 +123,7 @@ def register(
         stop,
         generation_config,
         use_generation_config,
+        use_tokenizer,
     )
     options.check()
     answer, is_new = register_source(

@@ -9,6 +9,7 @@ import typer
 from lorikeet.chat_template import bounded_text, read_template
 from lorikeet.errors import InvalidInput
 from lorikeet.request_defaults import MAX_SYSTEM_PROMPT_BYTES, MAX_TEMPLATE_BYTES
+from lorikeet.tokenizer_vocabulary import read_tokenizer
 
 _GENERATION_CONFIG = "generation_config.json"
 _MAX_CONFIG_BYTES = 1 << 20
@@ -23,6 +24,14 @@ ChatTemplate = Annotated[
 UseChatTemplate = Annotated[
     bool,
     typer.Option("--use-chat-template", help="Write its chats by the chat template in SOURCE."),
+]
+UseTokenizer = Annotated[
+    bool,
+    typer.Option(
+        "--use-tokenizer",
+        help="Write its prompts and read its answers by the tokenizer in SOURCE, which may add "
+        "tokens to the base model's; its eos_token ends answers.",
+    ),
 ]
 SystemPrompt = Annotated[
     str | None,
@@ -57,6 +66,7 @@ class DefaultsOptions(NamedTuple):
     stop: list[str] | None = None
     generation_config: Path | None = None
     use_generation_config: bool = False
+    use_tokenizer: bool = False
 
     def check(self) -> None:
         """Raise BadParameter if two options exclude each other."""
@@ -89,6 +99,8 @@ class DefaultsOptions(NamedTuple):
             wanted["system_prompt"] = (
                 _text(Path(text[1:]), MAX_SYSTEM_PROMPT_BYTES) if is_file else text
             )
+        if self.use_tokenizer:
+            wanted["tokenizer"] = read_tokenizer(folder)
         return wanted or None
 
 

@@ -170,7 +170,7 @@ class OwnService:
             self._given,
             self._tenant,
             read_base_models(settings),
-            AdapterLimits(settings.max_rank, settings.max_adapter_bytes),
+            AdapterLimits(settings.max_rank, settings.max_adapter_bytes, settings.max_added_tokens),
             catalog,
             quiet=self._as_json,
         )

@@ -87,7 +87,7 @@ class StartProgress:
 
 
 def _event(line: str) -> dict[str, Any]:
-    """Return the event of a line of the log, behind Ray's prefix; {} if it has none."""
+    """Return the event of a line of the log, after Ray's prefix; {} if it has none."""
     _, brace, rest = line.partition("{")
     try:
         event = json.loads(brace + rest)

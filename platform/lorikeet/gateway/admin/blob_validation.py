@@ -84,6 +84,7 @@ def validate_blob(
         invocation_tokens=spec.invocation_tokens,
         head=None if spec.head is None else spec.head.head,
         embedder=spec.embedder,
+        vocabulary=spec.vocabulary,
     )
 
 

@@ -58,6 +58,7 @@ def version_json(adapter: AdapterRecord, version: VersionRecord) -> Json:
         "invocation_tokens": list(version.invocation_tokens),
         "head": None if version.head is None else asdict(version.head),
         "embedder": None if version.embedder is None else asdict(version.embedder),
+        "vocabulary": version.vocabulary,
         "parity": parity_json(version.parity),
         "created": version.created,
         "retired": version.retired,
@@ -71,7 +72,7 @@ def described_version_json(
     """Return one version of an adapter as JSON, with the served base model's quantization and the
     version's own request defaults.
 
-    Member base_warning: difference between the served weights and the weights that the version was
+    base_warning: difference between the served weights and the weights that the version was
     trained on, in words; null: no known difference.
     """
     served = base_models.get(version.base_model)  # None if no longer served
@@ -101,9 +102,9 @@ def adapter_json(adapter: AdapterRecord) -> Json:
 def pin_json(pin: PinRecord) -> Json:
     """Return a pin as JSON.
 
-    Member adapter: null for a pin of a whole tenant.
-    Member expires: Unix seconds; null: never.
-    Member prompt: size of the pin's system prompt; null: the pin has none.
+    adapter: null for a pin of a whole tenant.
+    expires: Unix seconds; null: never.
+    prompt: size of the pin's system prompt; null: the pin has none.
     """
     return {
         "tenant": pin.tenant,
@@ -124,9 +125,9 @@ def pin_json(pin: PinRecord) -> Json:
 def pin_status_json(found: PinStatus) -> Json:
     """Return a pin and its state as JSON.
 
-    Member image_bytes: total size on one replica of all the pin's adapters, packed for the GPU.
-    Member shortfalls: versions on fewer replicas than the pin wants, with reasons.
-    Member prompt: size and progress of the pin's system prompt; null: the pin has none.
+    image_bytes: total size on one replica of all the pin's adapters, packed for the GPU.
+    shortfalls: versions on fewer replicas than the pin wants, with reasons.
+    prompt: size and progress of the pin's system prompt; null: the pin has none.
     """
     pin = pin_json(found.pin)
     return {
@@ -187,7 +188,7 @@ def tenant_json(tenant: TenantRecord) -> Json:
 def key_json(key: KeyRecord) -> Json:
     """Return an API key's record as JSON, without its secret and hash.
 
-    Member expires: Unix seconds; null: never.
+    expires: Unix seconds; null: never.
     """
     return {
         "id": key.id,

@@ -105,7 +105,8 @@ async def smoke_test(
         )
     context = services.engines.max_context(base_model)
     encoded = await services.encoders.encode_turns(base_model, prompts, context, defaults)
-    test = SmokeTest(request_id, adapter, encoded, max_tokens)
+    tokenizer = None if defaults is None else defaults.tokenizer
+    test = SmokeTest(request_id, adapter, encoded, max_tokens, tokenizer)
     answers = services.engines.smoke(base_model, test)
     return smoke_report(prompts, await result_of(services, base_model, f"tried {adapter}", answers))
 
@@ -116,9 +117,9 @@ def smoke_report(prompts: Sequence[str], result: SmokeResult) -> dict[str, Any]:
 
     prompts: user messages of the test.
 
-    Member equal_share: fraction of positions at which both answers have the same token; positions
+    equal_share: fraction of positions at which both answers have the same token; positions
         count up to the longer answer's length.
-    Member first_difference: first position, from 0, at which the two answers to any prompt differ;
+    first_difference: first position, from 0, at which the two answers to any prompt differ;
         null if all are equal.
     """
     pairs = list(zip(result.base, result.adapted, strict=True))

@@ -221,8 +221,9 @@ class UploadEndpoints:
         facts = await self._validated(order, wanted.digest, blob)
         await registration.run(uploads.keep, facts.digest, order.actor, blob)
         services, smoke = self._services, Json()
+        size = max(facts.vocabulary, services.base_models[facts.base_model].shape.vocabulary)
         defaults = await checked_defaults(
-            wanted.defaults, services.encoders, order.tenant, facts.base_model
+            wanted.defaults, services.encoders, order.tenant, facts.base_model, size
         )
         order = replace(order, defaults=defaults)
         if wanted.smoke:
@@ -250,7 +251,9 @@ class UploadEndpoints:
             "template_warning": None
             if has_own
             else template_warning(wanted.chat_template, served.chat_template, base_model),
-            "vocabulary_warning": vocabulary_warning(trained, served.vocabulary, base_model),
+            "vocabulary_warning": None
+            if wanted.defaults is not None and wanted.defaults.tokenizer is not None
+            else vocabulary_warning(trained, served.vocabulary, base_model),
         }
 
     async def _validated(self, order: RegistrationRequest, digest: str, blob: Path) -> BlobFacts:

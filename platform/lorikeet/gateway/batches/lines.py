@@ -50,7 +50,7 @@ def read_lines(path: Path) -> Iterator[Line]:
     """Yield the requests of a batch's input file that has passed `check_lines`."""
     pace = _Pace()
     with path.open("rb") as file:
-        texts = (text for _, text in _texts(file) if text.strip())
+        texts = (text for _, text in _texts(file, pace) if text.strip())
         for index, text in enumerate(texts):
             with pace.working():
                 line = from_json(text)
@@ -72,7 +72,7 @@ def check_lines(
     errors: list[Json] = []
     ids, count, pace = set[bytes](), 0, _Pace()
     with path.open("rb") as file:
-        for number, text in _texts(file):
+        for number, text in _texts(file, pace):
             if number > MAX_WITH_BLANK:
                 many = f"the file has more than {MAX_WITH_BLANK} lines: leave out blank ones"
                 return count, [*errors, error_json("too_many_requests", many, None, number)]
@@ -93,17 +93,22 @@ def check_lines(
     return count, errors
 
 
-def _texts(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
+def _texts(file: BinaryIO, pace: "_Pace") -> Iterator[tuple[int, bytes]]:
     """Yield the number, from 1, and the text of each line.
 
     Yields only the first MAX_LINE_BYTES + 1 bytes of a longer line.
+
+    pace: counts the time that reading takes.
     """
     number = 0
-    while text := file.readline(MAX_LINE_BYTES + 1):
+    while True:
+        with pace.working():
+            rest = text = file.readline(MAX_LINE_BYTES + 1)
+            while len(rest) > MAX_LINE_BYTES and not rest.endswith(b"\n"):
+                rest = file.readline(MAX_LINE_BYTES + 1)
+        if not text:
+            return
         number += 1
-        rest = text
-        while len(rest) > MAX_LINE_BYTES and not rest.endswith(b"\n"):
-            rest = file.readline(MAX_LINE_BYTES + 1)
         yield number, text.removeprefix(BOM_UTF8)
 
 
@@ -150,7 +155,7 @@ def _check(
 
 
 class _Pace:
-    """Pauses of a thread that parses lines, in which the event loop serves other requests."""
+    """Pauses of a thread that reads lines, in which the event loop serves other requests."""
 
     def __init__(self) -> None:
         self._took_s = 0.0

@@ -165,10 +165,10 @@ class _Endpoints:
     async def sampler(self, request: Request, sampler_id: str) -> dict[str, Any]:
         """Return base model and tinker:// path of a sampling session.
 
-        sampler_id: the sampling session's id.
+        sampler_id: id of the session.
 
-        Raises InvalidInput for another text than such an id, UnknownModel if the caller may not use
-        the session's model.
+        Raises InvalidInput if `sampler_id` is malformed, and UnknownModel if the caller may not
+        use the session's model.
         """
         async with self._reads.admitted(request) as caller:
             try:

@@ -52,6 +52,7 @@ def token_routes(
                     tenant,
                     body.prompt,
                     max_context,
+                    model.defaults,
                     add_special_tokens=body.add_special_tokens is not False,
                 )
             else:
@@ -71,7 +72,7 @@ def token_routes(
                 (ids,) = encoded.prompts
             texts = None
             if body.return_token_strs:
-                texts = await encoders.token_strings(model.base_model, tenant, ids)
+                texts = await encoders.token_strings(model.base_model, tenant, ids, model.defaults)
             counted = {"count": len(ids), "max_model_len": max_context}
             return counted | {"tokens": list(ids), "token_strs": texts}
 
@@ -80,7 +81,8 @@ def token_routes(
         async with reads.admitted(request) as caller:
             body, tenant = await read(request, caller, DetokenizeRequest), caller.tenant.name
             model = await authenticator.resolve_model(body.model, caller)
-            text = await services.encoders.decode(model.base_model, tenant, body.tokens)
+            about = model.base_model, tenant, body.tokens, model.defaults
+            text = await services.encoders.decode(*about)
             return {"prompt": text}
 
     return router

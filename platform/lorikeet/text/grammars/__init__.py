@@ -1,6 +1,6 @@
 """Grammars: texts that constrain an answer.
 
-answer_grammar.py    the grammar of a call's answer: format or tool calls, behind thinking
+answer_grammar.py    the grammar of a call's answer: format or tool calls, after thinking
 ├── format_grammar.py   JSON schemas, regular expressions, choices
 └── tool_grammar.py     tool calls in the syntax of the model's chat template
     ├── gemma_arguments.py    arguments as {key:value,…} with quoting marks

@@ -67,7 +67,7 @@ class _Items:
     """Constraints of a JSON schema on an array.
 
     first: schemas of the first items.
-    others: schema of the items behind them.
+    others: schema of the items after them.
     least, most: bounds of the number of items.
     """
 

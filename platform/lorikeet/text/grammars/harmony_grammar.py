@@ -1,4 +1,4 @@
-"""Grammars of answers in Harmony, gpt-oss' format: formats and tool calls behind free thinking."""
+"""Grammars of answers in Harmony, gpt-oss' format: formats and tool calls after free thinking."""
 
 import json
 from collections.abc import Mapping
@@ -18,11 +18,11 @@ def harmony_grammar(call: Call, vocabulary: Vocabulary, place: Place) -> str | N
     answer is unconstrained.
 
     Before an answer in a format, and before a call that the request demands, comes thinking alone.
-    With strict tools, text may come before a call as well. A call ends the answer: the mark behind
+    With strict tools, text may come before a call as well. A call ends the answer: the mark after
     it is one of the model's ends of sequence, which grammars leave out.
 
     vocabulary: tokens of the model's tokenizer.
-    place: where the prompt ends: within a message's text, before it, or behind a message.
+    place: where the prompt ends: within a message's text, before it, or after a message.
     """
     answers = _answers(call, vocabulary)
     if answers is None:

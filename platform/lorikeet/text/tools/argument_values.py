@@ -25,9 +25,10 @@ _MOST_SCHEMAS = 256
 def argument_value(text: str, types: frozenset[str]) -> Any:
     """Return the value that a model's text stands for.
 
-    Text of an argument that can only be a string is that string. Otherwise JSON is a value of its
-    own if the argument may have its type, and other text is a string. For an argument that cannot
-    be a string, Python's literals, such as True, are values as well.
+    An argument that can only be a string: the text itself.
+    An argument that may be a string: the text's JSON value, if the argument may have its type; else
+        the text.
+    Any other argument: the text's JSON value or Python literal, such as True; else the text.
 
     text: the text that the model wrote.
     types: the types that the argument may have, as `argument_types` returns them.

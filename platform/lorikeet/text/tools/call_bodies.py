@@ -20,7 +20,7 @@ _NAME = r"[\w.-]{1,128}"
 class BodyEnd(Protocol):
     """Incremental finder of the end of a body of tool calls. Reads each character once.
 
-    A body is the text of calls behind the mark that opens them, if there is one.
+    A body is the text of tool calls after their opening mark, or all of it without such a mark.
     """
 
     def find(self, text: str) -> int | None:
@@ -88,7 +88,7 @@ class NamedEnd(JsonEnd):
 def body_begin(syntax: ToolSyntax) -> "regex.Pattern[str]":
     """Return the pattern that the beginning of a body of tool calls must match.
 
-    A body is the text of calls behind the mark that opens them, if there is one.
+    A body is the text of tool calls after their opening mark, or all of it without such a mark.
     """
     match syntax.style:
         case CallStyle.JSON:
@@ -104,7 +104,7 @@ def body_begin(syntax: ToolSyntax) -> "regex.Pattern[str]":
 
 
 def body_end(syntax: ToolSyntax) -> BodyEnd:
-    """Return a finder of the end of a body of tool calls: their text behind the opening mark.
+    """Return a finder of the end of a body of tool calls: their text after the opening mark.
 
     In the JSON and NAMED styles a body ends before the closing mark. In other styles a body may
     hold several calls and includes the closing mark. A body ends early at text that cannot belong
@@ -129,7 +129,7 @@ def calls_of(
     """Return the tool calls that a body consists of. Raises ValueError if it has any other
     content.
 
-    body: text of calls behind the mark that opens them, up to the end that `body_end` finds.
+    body: text of calls after the mark that opens them, up to the end that `body_end` finds.
     parameters: schema of the arguments object of each function, for values without a type of their
         own.
     """

@@ -28,8 +28,8 @@ class XmlTags:
     """Tags of one call in the style XML.
 
     name, key, value: text before and after the function's name, an argument's key, and its value.
-    end: tag behind the arguments; empty if only the closing mark of the call ends them.
-    space: whitespace behind the function's name, a key with a closing tag, and a value.
+    end: tag after the arguments; empty if only the closing mark of the call ends them.
+    space: whitespace after the function's name, a key with a closing tag, and a value.
     pad: text on both sides of each value.
     """
 
@@ -105,7 +105,7 @@ MINISTRAL = ToolSyntax(
     style=CallStyle.NAMED,
     arguments="[ARGS]",
 )
-"""Tool calls of Ministral 3, Devstral 2 and Magistral 1.2: `name[ARGS]{…}` behind each mark."""
+"""Tool calls of Ministral 3, Devstral 2 and Magistral 1.2: `name[ARGS]{…}` after each mark."""
 GRANITE = ToolSyntax(
     before="<|tool_call|>[",
     between=", ",

@@ -34,7 +34,7 @@ class XmlPatterns:
     next_line: line end before a parameter.
     body_end: end of the last part of a call, and its closing mark.
     bare_end: a whole call without parameters, and its closing mark; None in a syntax with a tag
-        behind the arguments.
+        after the arguments.
     """
 
     function_begin: "regex.Pattern[str]"
@@ -76,7 +76,7 @@ def xml_patterns(syntax: ToolSyntax) -> XmlPatterns:
 class XmlEnd:
     """Finder of the end of a tool call in XML: the closing mark after the end of the function.
 
-    The closing mark right after the end of a parameter is an end as well: otherwise all text behind
+    The closing mark right after the end of a parameter is an end as well: otherwise all text after
     such a malformed call would be held back.
     """
 
