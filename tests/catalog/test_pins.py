@@ -235,7 +235,10 @@ def test_a_draft_is_one_adapter_on_all_gpus_and_its_base_models_only_one(
     catalog.pin("acme", "uno", draft=True, priority=1, actor="ann")
     with pytest.raises(Conflict, match=r"acme/uno@prod drafts for this base model already"):
         catalog.pin("acme", "other", draft=True, actor="ann")
-    catalog.pin("acme", "uno", actor="ann")
+    assert catalog.pin("acme", "uno", priority=2, actor="ann").draft
+    with pytest.raises(InvalidInput, match="drafts now, with --no-draft"):
+        catalog.pin("acme", "uno", tier=Residency.HOST, actor="ann")
+    assert not catalog.pin("acme", "uno", draft=False, actor="ann").draft
     with pytest.raises(InvalidInput, match=r"acme/head@1 has a classification head"):
         catalog.pin("acme", "head", draft=True, actor="ann")
     catalog.pin("acme", "other", draft=True, actor="ann")

@@ -61,9 +61,12 @@ def test_pins_are_listed_and_removed(registered: Lorikeet) -> None:
     assert json.loads(registered.do("pins", "--json")) == {"data": []}
 
 
-def test_a_draft_is_shown(registered: Lorikeet) -> None:
-    registered.do("pin", "acme/support", "--draft")
+def test_a_draft_is_shown_and_kept_until_it_is_ended(registered: Lorikeet) -> None:
+    assert "and drafts tokens" in registered.do("pin", "acme/support", "--draft")
+    assert "and drafts tokens" in registered.do("pin", "acme/support", "--priority", "1")
     assert "gpu, drafts" in registered.do("pins")
+    assert "drafts" not in registered.do("pin", "acme/support", "--no-draft")
+    assert "drafts" not in registered.do("pins")
 
 
 def test_a_pins_prompt_is_read_shown_and_removed(registered: Lorikeet, tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ class HalfRight:
 
     def __init__(self, sequence: Sequence, expected: list[int], chance: Random) -> None:
         self.sequence, self.expected, self.chance = sequence, expected, chance
-        self.acceptance = chance.choice((0.5, 0.9, 1.0))
+        self.acceptance = self.first_acceptance = chance.choice((0.5, 0.9, 1.0))
 
     def extend(self, tokens: Iterable[int]) -> None:
         pass
@@ -30,7 +30,7 @@ class HalfRight:
     def end(self, answers: AdapterAnswers) -> None:
         pass
 
-    def predict(self, most: int) -> list[int]:
+    def predict(self, most: int, _pause: int = 0) -> list[int]:
         made = len(self.sequence.tokens) - self.sequence.prompt_length
         right = self.expected[made : made + most]
         return [token if self.chance.random() < 0.8 else 9 for token in right]

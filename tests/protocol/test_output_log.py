@@ -19,7 +19,7 @@ from lorikeet.protocol.messages import (
     StreamItem,
     Thinking,
 )
-from lorikeet.protocol.output_log import logged, outputs_of, tokens_in
+from lorikeet.protocol.response_stream import logged, outputs_of, tokens_in
 from lorikeet.replica.answer_sender import AnswerSender
 from lorikeet.text.detokenizer import Vocabulary
 from lorikeet.text.prompt_echoes import PromptEchoes

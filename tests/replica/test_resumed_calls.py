@@ -21,7 +21,7 @@ from lorikeet.protocol.messages import (
     RunningUsage,
     ToolUse,
 )
-from lorikeet.protocol.output_log import outputs_of, tokens_in
+from lorikeet.protocol.response_stream import outputs_of, tokens_in
 from lorikeet.replica.replica import Replica
 from lorikeet.settings import Settings
 from lorikeet.text.prompts import encode_call

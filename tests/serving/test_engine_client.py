@@ -22,7 +22,7 @@ from lorikeet.protocol.messages import (
     ResumeReason,
     Work,
 )
-from lorikeet.protocol.output_log import logged
+from lorikeet.protocol.response_stream import logged
 from lorikeet.routing.fleet import fleet_of
 from lorikeet.routing.ranking import RoutingRequest
 from lorikeet.serving import engine_client as engines_module

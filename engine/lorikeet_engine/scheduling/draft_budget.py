@@ -62,13 +62,18 @@ _LEAST_GAIN = LEAST_DRAFT_GAIN
 _GAP_S = DRAFT_GAP_S
 # Steps in which nothing is predicted after a prediction that led to no draft.
 _PAUSES = {DraftSource.MTP: 8, DraftSource.DRAFT: 32}
+# About how many lookups may search in a step of many sequences, each in up to 30 µs; others pause.
+_SEARCHES = 32
+# Number of tokens by which drafts grow in turn, in the order in which most come true.
+_PART = 4
 _UNREAD = -1  # in place of a token that is not known yet
 
 
 class _Draft(NamedTuple):
     """Draft of one sequence.
 
-    acceptance: probability that a token comes true if all tokens before it do.
+    first: probability that the first predicted token comes true.
+    acceptance: probability that another token comes true if all tokens before it do.
     skipped: number of predicted tokens before the first drafted one that must come true as well:
         1 if the host has not read the last token and no tokens are forced after it, else 0.
     source: source of the tokens.
@@ -76,14 +81,20 @@ class _Draft(NamedTuple):
 
     sequence: Sequence
     tokens: list[int]
+    first: float
     acceptance: float
     skipped: int
     source: DraftSource
 
     def odds(self) -> list[float]:
         """Return for each drafted token the probability that it is accepted."""
-        first = self.skipped + 1
-        return [self.acceptance**at for at in range(first, first + len(self.tokens))]
+        before = range(self.skipped, self.skipped + len(self.tokens))
+        return [self.first * self.acceptance**count for count in before]
+
+    def parts(self) -> list[list[float]]:
+        """Return `odds` in parts of _PART tokens."""
+        odds = self.odds()
+        return [odds[at : at + _PART] for at in range(0, len(odds), _PART)]
 
 
 class Drafts(NamedTuple):
@@ -150,11 +161,12 @@ class DraftBudget:
 
         decodes: sequences that decode in the step.
         room: maximum number of drafted tokens.
-        alone: whether no other sequence computes or waits.
+        alone: whether no other foreground sequence computes, or waits for capacity of the step.
         """
         if room <= 0:
             return Drafts({})
-        drafts = [draft for each in decodes if (draft := self._draft_of(each)) is not None]
+        pause = len(decodes) // _SEARCHES
+        drafts = [draft for each in decodes if (draft := self._draft_of(each, pause)) is not None]
         if alone:
             best = self._with_predicted(drafts, decodes) if self._predicting else drafts
             if counts := self._together(best, decodes, room):
@@ -166,8 +178,9 @@ class DraftBudget:
                 self._pause = _PAUSES[predicting]
         if not drafts or self._too_many(drafts):
             return Drafts({})
-        longest = sorted(drafts, key=lambda draft: -sum(draft.odds()))
-        tokens = ((odds, draft) for draft in longest for odds in draft.odds())
+        parts = [(part, draft) for draft in drafts for part in draft.parts()]
+        parts.sort(key=lambda each: -sum(each[0]))
+        tokens = ((odds, draft) for part, draft in parts for odds in part)
         return Drafts(_cut(drafts, self._best([*islice(tokens, room)], decodes, together=False)))
 
     def predicts(self, chunks: list[Chunk], room: int, *, alone: bool) -> list[int]:
@@ -178,20 +191,25 @@ class DraftBudget:
 
         chunks: the step's chunks.
         room: maximum number of drafted tokens in the next step, and of noise tokens in this one.
-        alone: whether no other sequence computes or waits; else the next step drafts nothing.
+        alone: whether no other foreground sequence computes, or waits for capacity of the step;
+            else the next step has no predicted tokens.
         """
         self._predicts = 0
         if self._predicting is None or not alone or not chunks or room <= 0:
             return []
         sequences = [chunk.sequence for chunk in chunks]
-        if not all(s.decodes and not s.background for s in sequences):
+        if not all(sequence.decodes for sequence in sequences):
             return []
         if self._pause:
             self._pause -= 1
             return []
         if self._predicting is DraftSource.DRAFT:
             return self._noise_counts(chunks, room)
-        certain = [_Draft(s, [_UNREAD], 1.0, 0, DraftSource.MTP) for s in sequences]
+        certain = [
+            _Draft(s, [_UNREAD], 1.0, 1.0, 0, DraftSource.MTP)
+            for s in sequences
+            if _drafts_left(s) > 0
+        ]
         self._predicts = int(bool(self._together(certain, sequences, room)))
         return [1] * len(chunks) * self._predicts
 
@@ -369,12 +387,12 @@ class DraftBudget:
         more_s = 2 * costs.pieces_s  # the next step mostly computes tokens again
         return costs.step_s(padded, 0, context) + costs.prompt_seen_s * seen + more_s
 
-    def _draft_of(self, sequence: Sequence) -> _Draft | None:
+    def _draft_of(self, sequence: Sequence, pause: int) -> _Draft | None:
         """Return the draft of a decoding sequence; None if it cannot have any.
 
-        Sequences in the background have none: they get only what others leave.
+        pause: as in PromptLookup.predict.
         """
-        if sequence.background or not sequence.output_length:
+        if not sequence.output_length or _drafts_left(sequence) < 1:
             return None
         lookup, forced = sequence.lookup, sequence.forced
         if lookup is None:
@@ -384,8 +402,8 @@ class DraftBudget:
         skipped = len(sequence.pending_rows)
         first = skipped + len(forced)  # of the predicted tokens that may be drafted
         most = min(MOST_DRAFTED, _drafts_left(sequence))
-        predicted = lookup.predict(first + most if most > 0 else 0)
-        if lookup.acceptance < _LEAST_ACCEPTANCE:
+        predicted = lookup.predict(first + most, pause)
+        if lookup.first_acceptance < _LEAST_ACCEPTANCE:
             return None
         if forced:
             if tuple(predicted[skipped:first]) != forced:
@@ -394,7 +412,8 @@ class DraftBudget:
         tokens = list(takewhile(lambda token: token not in sequence.stop_ids, predicted[first:]))
         if not tokens:
             return None
-        return _Draft(sequence, tokens, lookup.acceptance, skipped, lookup.source)
+        chances = lookup.first_acceptance, lookup.acceptance
+        return _Draft(sequence, tokens, *chances, skipped, lookup.source)
 
     def _predicted_draft_of(self, sequence: Sequence) -> _Draft | None:
         """Return the predictor's draft of a decoding sequence; None if it cannot have any.
@@ -410,7 +429,7 @@ class DraftBudget:
         drafted = list(takewhile(lambda t: t not in sequence.stop_ids, tokens[:left]))
         if not drafted or acceptance < _LEAST_ACCEPTANCE:
             return None
-        return _Draft(sequence, drafted, acceptance, 0, self._predicting)
+        return _Draft(sequence, drafted, acceptance, acceptance, 0, self._predicting)
 
 
 def _predicted(sequence: Sequence) -> tuple[int, ...]:
@@ -418,7 +437,12 @@ def _predicted(sequence: Sequence) -> tuple[int, ...]:
 
 
 def _drafts_left(sequence: Sequence) -> int:
-    """Return how many tokens may be drafted before the last token of a sequence."""
+    """Return how many tokens may be drafted before the last token of a sequence.
+
+    None in the background: its sequences get only what others leave.
+    """
+    if sequence.background:
+        return 0
     return sequence.max_tokens - sequence.output_length - 1
 
 

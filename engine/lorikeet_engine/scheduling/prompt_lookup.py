@@ -20,10 +20,9 @@ _SHORTEST, _LONGEST = 2, 4
 _WINDOW = 16_384
 # Latest earlier occurrences of the last token that are compared further.
 _OCCURRENCES = 256
-# Maximum number of tokens until the next search, if the last ones found nothing or a wrong token.
-_PAUSE = 8
-# Weight of the newest token in the moving average of the acceptance.
-_NEWEST = 1 / 8
+# Weight of the newest token in the moving averages of the acceptance: of tokens after one that came
+# true, and of others. A span of equal tokens ends once, and is followed for many tokens.
+_NEWEST = {True: 1 / 16, False: 1 / 8}
 
 
 class PromptLookup:
@@ -31,8 +30,9 @@ class PromptLookup:
 
     While predictions come true, the lookup follows the occurrence that it has found. Every token of
     the sequence is compared with its prediction, drafted or not, so the acceptance (the share of
-    predictions that come true) is known before the first draft. The acceptance begins with that of
-    the adapter's last answers.
+    predictions that come true) is mostly known before the first draft. It is known apart for the
+    first token after an occurrence and for tokens after one that came true. The acceptance begins
+    with that of the adapter's last answers.
 
     source: kind of text in which the latest prediction was found: the sequence itself or recent
         answers.
@@ -57,6 +57,7 @@ class PromptLookup:
         self._acceptance = dict(self._answers.acceptance)
         self.source, self._followed = DraftSource.LOOKUP, self._tokens
         self._next: int | None = None  # index in _followed of the token predicted to come next
+        self._came = False  # whether the last prediction came true
         self._failures = 0  # since the last prediction that came true
         self._search_at = 0  # number of tokens from which to search again
         self.predicted: tuple[int, ...] = ()
@@ -65,25 +66,33 @@ class PromptLookup:
     @property
     def predictor_acceptance(self) -> float:
         """Moving average, from 0 to 1, of how often a token of `predicted` came true."""
-        return self._acceptance[self.predictor]
+        return self._acceptance[self.predictor, False]
 
     @property
     def acceptance(self) -> float:
-        """Moving average, from 0 to 1, of how often a prediction from `source` came true."""
-        return self._acceptance[self.source]
+        """Moving average, from 0 to 1, of how often a prediction from `source` came true after one
+        that came true.
+        """
+        return self._acceptance[self.source, True]
+
+    @property
+    def first_acceptance(self) -> float:
+        """Moving average, from 0 to 1, of how often predictions like the next one came true."""
+        return self._acceptance[self.source, self._came]
 
     def extend(self, tokens: Iterable[int]) -> None:
         """Append tokens of the sequence, each of which is compared with its prediction."""
         for token in tokens:
             if self.predicted:
                 came = self.predicted[0] == token
-                self._acceptance[self.predictor] += _NEWEST * (came - self.predictor_acceptance)
+                self._count(self.predictor, came, after=False)
                 self.predicted = self.predicted[1:] if came else ()
             if self._next is not None and self._followed[self._next] == END:
                 self._next = None  # the answer that was followed ended here
             if self._next is not None:
                 came = bool(self._followed[self._next] == token)
-                self._acceptance[self.source] += _NEWEST * (came - self.acceptance)
+                self._count(self.source, came, after=self._came)
+                self._came = came
                 if came:
                     self._next, self._failures = self._next + 1, 0
                 else:
@@ -91,16 +100,20 @@ class PromptLookup:
             self._tokens[self._length] = token
             self._length += 1
 
-    def predict(self, most: int) -> list[int]:
+    def predict(self, most: int, pause: int = 0) -> list[int]:
         """Return the next `most` tokens; [] if no earlier occurrence of the last tokens is found.
 
         If fewer tokens followed the occurrence in the sequence itself, they are repeated, since the
         sequence repeats itself. A prediction from an earlier answer ends where that answer ends.
+
+        pause: maximum number of tokens without a search, if the last ones found nothing or a wrong
+            token.
         """
         if self._next is None and self._length >= self._search_at:
-            self._next = self._found()
+            self._next, self._came = self._found(), False
             if self._next is None:
                 self._fail()
+            self._search_at = self._length + min(self._failures, 1 + pause)
         if self._next is None:
             return []
         if self.source is DraftSource.ANSWERS:
@@ -121,8 +134,8 @@ class PromptLookup:
 
         answers: recent answers to the same tenant with the same adapter.
         """
-        for source, acceptance in self._acceptance.items():
-            answers.record(source, acceptance)
+        for predicted, acceptance in self._acceptance.items():
+            answers.record(predicted, acceptance)
 
     def _found(self) -> int | None:
         """Find the latest of the longest earlier occurrences of the last tokens, in the sequence
@@ -142,9 +155,17 @@ class PromptLookup:
                 longest, at = length, end
         return at if longest >= _SHORTEST else None
 
+    def _count(self, source: DraftSource, came: bool, *, after: bool) -> None:
+        """Include a token in the acceptance.
+
+        came: whether the token came true.
+        after: whether it followed a token that came true.
+        """
+        before = self._acceptance[source, after]
+        self._acceptance[source, after] = before + _NEWEST[after] * (came - before)
+
     def _fail(self) -> None:
         self._next = None
-        self._search_at = self._length + min(self._failures, _PAUSE)
         self._failures += 1
 
 

@@ -32,8 +32,20 @@ _UNUSED_S = 600.0
 _SHORTEST = 4
 # Weight of the last answer in the acceptance.
 _NEWEST = 1 / 4
-# Acceptance that is assumed of an MTP head and of a draft LoRA until it is known.
-_FIRST_ACCEPTANCE = dict.fromkeys((DraftSource.MTP, DraftSource.DRAFT), 0.6)
+Predicted = tuple[DraftSource, bool]
+"""Kind of predicted token: source, and whether the source's token before it has come true. Tokens
+of an MTP head and of a draft LoRA are of one kind: False.
+"""
+
+# Acceptance that is assumed until it is known.
+_FIRST_ACCEPTANCE: dict[Predicted, float] = {
+    (DraftSource.LOOKUP, False): 0.5,
+    (DraftSource.LOOKUP, True): 0.8,
+    (DraftSource.ANSWERS, False): 0.5,
+    (DraftSource.ANSWERS, True): 0.8,
+    (DraftSource.MTP, False): 0.6,
+    (DraftSource.DRAFT, False): 0.6,
+}
 
 Key = tuple[str, str, str | None]
 """Tenant, salt and adapter digest (None for the base model) of requests."""
@@ -45,7 +57,7 @@ class AdapterAnswers:
     tokens: answers, the latest last, each behind its prompt's last LEAD (3) tokens and before END
         (-1); never changed in place.
     acceptance: share of predicted tokens that came true, 0 to 1: a moving average over the answers,
-        by the source of the predictions.
+        by kind of token.
     used_s: time of the last use, by the monotonic clock.
     """
 
@@ -54,7 +66,7 @@ class AdapterAnswers:
     def __init__(self) -> None:
         self.tokens: Tokens = np.empty(0, np.int32)
         self.used_s = 0.0
-        self.acceptance = dict.fromkeys(DraftSource, 0.0) | _FIRST_ACCEPTANCE
+        self.acceptance = dict(_FIRST_ACCEPTANCE)
 
     @property
     def nbytes(self) -> int:
@@ -72,13 +84,13 @@ class AdapterAnswers:
             added = np.array([*lead, *answer, END], np.int32)
             self.tokens = np.concatenate([self.tokens, added])[-_ADAPTER_TOKENS:].copy()
 
-    def record(self, source: DraftSource, acceptance: float) -> None:
+    def record(self, predicted: Predicted, acceptance: float) -> None:
         """Include the share of an answer's predicted tokens that came true in `acceptance`.
 
-        source: source of the predictions.
+        predicted: kind of the predicted tokens.
         acceptance: the share, 0 to 1.
         """
-        self.acceptance[source] += _NEWEST * (acceptance - self.acceptance[source])
+        self.acceptance[predicted] += _NEWEST * (acceptance - self.acceptance[predicted])
 
 
 class RecentAnswers:

@@ -178,6 +178,9 @@ class Scheduler:
         # Next in fair order, if the last plan had no slot or too few KV pages for it.
         self._short_of_memory: Sequence | None = None
         self._lacks_room = False  # Admission.lacks_room of the last plan
+        # Whether foreground sequences waited only because the last planned step was full.
+        self._lacks_step = False
+        self._drafted = 0  # drafted tokens of the planned step
         self.lacks_pages = False
         self._in_background = 0  # sequences that have not finished
         self._background_tokens = 0  # that the planned step may still compute
@@ -252,6 +255,7 @@ class Scheduler:
         if self._cache.states is not None:
             chunks = [self._with_state(chunk) for chunk in chunks]
         self._throughput.step_planned(prefills.saturated)
+        self._lacks_step = prefills.saturated and self._short_of_memory is None
         predicted, draft = list[int](), None
         if self._drafts is not None:
             most = min(self._limits.sequences, self._cache.least_free_tokens)
@@ -442,17 +446,20 @@ class Scheduler:
     def _with_drafts(self, decodes: list[Chunk], active: list[Sequence]) -> list[Chunk]:
         """Add drafted tokens to the chunks of decodes, if that pays and takes nothing from others.
 
+        Sequences that wait for an adapter, a slot or KV pages cannot use what drafts take.
+
         While a sequence awaits the verification of its drafted tokens, no other gets any, so that
         all sequences with drafts have them in the same step. If all decodes wait for the host
         before they draft, none has a chunk.
 
         active: running sequences that still compute tokens.
         """
+        self._drafted = 0
         if self._drafts is None:
             return decodes
         if not decodes or any(sequence.awaits_read for sequence in active):
             return decodes
-        waiting, limits = len(self.waiting), self._limits
+        waiting, limits = len(self.waiting) if self._lacks_step else 0, self._limits
         room = min(  # the step samples no more tokens than there may be sequences
             limits.sequences - len(active) - waiting,
             limits.tokens - sum(chunk.length for chunk in decodes),
@@ -473,6 +480,7 @@ class Scheduler:
                 grown = self._cache.grow(chunk.sequence.kv, end)
                 assert grown, "a draft without KV pages"
                 decodes[at] = chunk._replace(end=end, drafted=drafted, holds=True)
+                self._drafted += len(drafted)
         return decodes
 
     def _with_noise(
@@ -490,11 +498,13 @@ class Scheduler:
         return noisy
 
     def _alone(self, chunks: list[Chunk], active: list[Sequence]) -> bool:
-        """Whether all sequences have a chunk.
+        """Whether all foreground sequences have a chunk, and none waits for capacity of the step.
 
         active: running sequences that still compute tokens.
         """
-        return len(chunks) == len(active) and not self.waiting
+        paused = sum(sequence.background for sequence in active)
+        paused -= sum(chunk.sequence.background for chunk in chunks)
+        return len(chunks) + paused == len(active) and not self._lacks_step
 
     def _count_background(self, chunk: Chunk) -> None:
         if chunk.sequence.background:
@@ -580,6 +590,8 @@ class Scheduler:
                 if self._cache.awaits_fetch(sequence.kv, running):
                     continue
                 slot = running < self._limits.sequences
+                if slot and running + self._drafted >= self._limits.sequences:
+                    break  # the step samples no more tokens
                 if not (slot and self._cache.allocate(sequence.kv, sequence.length, running)):
                     self._short_of_memory = sequence
                     states = self._cache.states

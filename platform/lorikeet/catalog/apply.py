@@ -248,7 +248,7 @@ class _Draft:
             created=before.created if before is not None and kept_on else entry.time,
             actor=entry.actor,
             prompt=change.prompt,
-            draft=change.draft,
+            draft=bool(change.draft),
         )
 
 

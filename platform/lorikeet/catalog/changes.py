@@ -240,7 +240,8 @@ class Pinned:
     priority: if not all pins fit, higher priorities are kept first.
     expires: Unix seconds; None: never.
     prompt: system prompt whose KV pages replicas compute before users ask; None: no prompt.
-    draft: whether the adapter drafts tokens of all answers of its base model.
+    draft: whether the adapter drafts tokens of all answers of its base model; None in
+        an order to pin: as the earlier pin says.
     """
 
     tenant: str
@@ -252,7 +253,7 @@ class Pinned:
     reason: str = ""
     expires: float | None = None
     prompt: str | None = None
-    draft: bool = False
+    draft: bool | None = None
     type: Literal["pinned"] = "pinned"
 
 

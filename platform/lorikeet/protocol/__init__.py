@@ -1,8 +1,8 @@
 """Messages between gateways, replicas and the controller. No Ray, no FastAPI, no torch.
 
 messages.py             a gateway's Call to a replica, and the items of its answer
-response_stream.py      the stream of all answers from a replica to a gateway, both ends
-output_log.py           log of an answer's outputs, from which another replica goes on
+response_stream.py      the stream of all answers from a replica to a gateway, both ends, and each
+                        answer's log, from which another replica goes on
 status_update.py        a replica's load and adapters' tiers, for gateways
 replica_report.py       a replica's full status, for the controller and admins
 placement_decision.py   pins and prefetches of a replica, from the controller

@@ -288,7 +288,7 @@ class EncodedCall:
     attempt: number of replicas that were sent the call before.
     lost: replicas that were lost with the call; it is sent to one of them again only if there is no
         other.
-    log: what the lost replicas have generated (protocol/output_log.py), after which the answer
+    log: what the lost replicas have generated (protocol/response_stream.py), after which the answer
         goes on; b"" for a new answer.
     made_tokens: number of tokens in `log`.
     """

@@ -7,8 +7,7 @@ from dataclasses import replace
 
 from lorikeet.apis.answer import Answer
 from lorikeet.protocol.messages import AnswerHeader, Call, RunningUsage, StreamItem
-from lorikeet.protocol.output_log import logged
-from lorikeet.protocol.response_stream import ResponseStream
+from lorikeet.protocol.response_stream import ResponseStream, logged
 from lorikeet.text.choice import SchemaCheck
 from lorikeet_engine.request import Output, PromptLogprobs, Tokens
 
@@ -59,7 +58,6 @@ class AnswerSender:
         self._header: AnswerHeader | None = None
         self._waiting = deque[Output]()  # for the header, or for the next callback
         self._is_scheduled = False
-        self._reported = self._counter.usage
         self._event_loop = asyncio.get_running_loop()
         self.ended: asyncio.Future[None] = self._event_loop.create_future()
 
@@ -69,9 +67,9 @@ class AnswerSender:
         Call it for all these outputs before `begin`, so that the answer goes on behind them.
         """
         self._counter.add(output)
+        self._counter.report()
         self._answer.take((output,))
         self._answer.stopped.clear()
-        self._reported = self._counter.usage
 
     def begin(self, header: AnswerHeader) -> None:
         """Send the answer's first header, then the items from outputs that arrived before this
@@ -117,16 +115,14 @@ class AnswerSender:
 
     def _advance(self, output: Output, header: AnswerHeader) -> None:
         items: list[StreamItem] = []
-        if self._logs and isinstance(output, Tokens):
-            self._log += logged(output)
-        load_s = output.timings.load_s if isinstance(output, Tokens) and output.timings else None
-        if header.is_first and load_s is not None:
-            self._header = replace(header, status=None, load_s=load_s)
-            items.append(self._header)
-        self._counter.add(output)
-        if self._counter.has_grown_since(self._reported, _REPORT_EVERY):
-            self._reported = self._counter.usage
-            items.append(self._reported)
+        if isinstance(output, Tokens):
+            if self._logs:
+                self._log += logged(output)
+            if header.is_first and output.timings is not None:
+                self._header = replace(header, status=None, load_s=output.timings.load_s)
+                items.append(self._header)
+            if self._counter.add(output):
+                items.append(self._counter.report())
         items += self._answer.take((output,))
         for choice in self._answer.stopped:
             self._abort(self._request_id, choice)
@@ -153,28 +149,30 @@ class _TokenCounter:
         self._answers = call.max_tokens != 0
         self._computed: set[int] = set()
         self._prompt_tokens = self._cached_tokens = self._output_tokens = 0
+        self._reported_tokens = self._reported_prompts = 0
 
-    @property
-    def usage(self) -> RunningUsage:
-        """Tokens of the prompts for which a token was generated, and tokens of all choices."""
-        return RunningUsage(self._output_tokens, self._prompt_tokens, self._cached_tokens)
+    def add(self, output: Tokens) -> bool:
+        """Count an output's generated tokens, and its prompt's tokens.
 
-    def has_grown_since(self, usage: RunningUsage, tokens: int) -> bool:
-        """Return whether, since `usage` was read, a token was generated for another prompt, or at
-        least `tokens` tokens in all.
+        Return whether, since the last report, a token was generated for another prompt, or at least
+        _REPORT_EVERY tokens in all.
         """
-        made = self._output_tokens - usage.completion_tokens
-        return made >= tokens or self._prompt_tokens > usage.prompt_tokens
+        if self._answers:
+            self._output_tokens += len(output.token_ids)
+        prompt = output.choice // self._n
+        if prompt not in self._computed:
+            self._computed.add(prompt)
+            self._prompt_tokens += self._prompts[prompt]
+            self._cached_tokens += output.timings.cached_tokens if output.timings else 0
+        made = self._output_tokens - self._reported_tokens
+        return made >= _REPORT_EVERY or len(self._computed) > self._reported_prompts
 
-    def add(self, output: Output) -> None:
-        """Count the generated tokens in an output of the engine, and its prompt's tokens."""
-        if isinstance(output, Tokens):
-            self._output_tokens += len(output.token_ids) if self._answers else 0
-            prompt = output.choice // self._n
-            if prompt not in self._computed:
-                self._computed.add(prompt)
-                self._prompt_tokens += self._prompts[prompt]
-                self._cached_tokens += output.timings.cached_tokens if output.timings else 0
+    def report(self) -> RunningUsage:
+        """Return the tokens of the prompts for which a token was generated, and those of all
+        choices.
+        """
+        self._reported_tokens, self._reported_prompts = self._output_tokens, len(self._computed)
+        return RunningUsage(self._output_tokens, self._prompt_tokens, self._cached_tokens)
 
 
 def _split(output: Output) -> list[Output]:

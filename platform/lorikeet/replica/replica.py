@@ -2,9 +2,9 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing
+from contextlib import aclosing, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -27,17 +27,15 @@ from lorikeet.protocol.messages import (
     SmokeResult,
     SmokeTest,
 )
-from lorikeet.protocol.output_log import outputs_of
 from lorikeet.protocol.parity import ParityTest
 from lorikeet.protocol.placement_decision import PinTarget, PlacementDecision
 from lorikeet.protocol.pushing import HoldState, PushMessage
 from lorikeet.protocol.replica_report import ReplicaReport
-from lorikeet.protocol.response_stream import DeltaGroup, ResponseStreams
+from lorikeet.protocol.response_stream import DeltaGroup, ResponseStreams, outputs_of
 from lorikeet.protocol.status_update import StatusUpdate, to_stats
 from lorikeet.replica.answer_sender import AnswerSender
 from lorikeet.replica.base_copies import changed_copies, changed_rows
 from lorikeet.replica.engine_process import build_engine
-from lorikeet.replica.output_dispatcher import OutputDispatcher
 from lorikeet.replica.parity import prove_parity
 from lorikeet.replica.pinned_prompts import PinnedPrompts
 from lorikeet.replica.pushed_adapters import PushedAdapters
@@ -49,7 +47,13 @@ from lorikeet.settings import Settings
 from lorikeet.text.prompts import PromptEncoder
 from lorikeet_engine.adapter import AdapterRef, Residency
 from lorikeet_engine.adapter_format import BaseCopy, WholeModule
-from lorikeet_engine.errors import EngineClosed, EngineError, EngineOverloaded
+from lorikeet_engine.errors import (
+    EngineClosed,
+    EngineError,
+    EngineOverloaded,
+    InvalidRequest,
+    StepFailed,
+)
 from lorikeet_engine.process.client import EngineProcessClient
 from lorikeet_engine.request import Failed, Output, PromptLogprobs, Request, Tokens
 from lorikeet_engine.telemetry.status import EngineStatus
@@ -74,6 +78,11 @@ _PLAN_FRESH_S = 90.0  # the controller sends each replica its whole plan twice a
 _REPLAYED_AT_ONCE = 64
 """Number of outputs of a lost replica that are converted in one callback of the event loop."""
 _MOST_FAILED_STEPS = 5  # in a row: the device or the engine is broken, not a request
+
+Receiver = Callable[[Output], object]
+"""Function that takes one output of a request. It is called on the event loop and raises
+nothing.
+"""
 
 
 class Replica:
@@ -409,6 +418,66 @@ class Replica:
 
     def _post(self, status: EngineStatus) -> None:  # on the event loop, so after the constructor
         self._feed.post(status)
+
+
+class OutputDispatcher:
+    """Dispatcher of the engine's outputs to running requests by id. For one event loop.
+
+    failed_steps: number of consecutive failed steps of the engine since its last step with tokens.
+    """
+
+    def __init__(self) -> None:
+        self.failed_steps = 0
+        self._event_loop = asyncio.get_running_loop()
+        self._receivers: dict[str, Receiver] = {}
+
+    @contextmanager
+    def receiving(
+        self, request_id: str, receive: Receiver, abort: Callable[[str], object]
+    ) -> Iterator[None]:
+        """Give `receive` the engine's outputs for a request until the context ends.
+
+        The caller leaves the context after the request's last output. Raises InvalidRequest if
+        another running request has the id.
+
+        abort: called with the request's id if the context ends by an exception.
+        """
+        if request_id in self._receivers:
+            raise InvalidRequest(
+                f"request_id={request_id!r} is in flight: want a new one", param="request_id"
+            )
+        self._receivers[request_id] = receive
+        try:
+            yield
+        except BaseException:
+            abort(request_id)  # no effect on choices that have ended
+            raise
+        finally:
+            del self._receivers[request_id]
+
+    def dispatch(self, outputs: list[Output]) -> None:
+        """Hand the outputs of one engine step to their requests' receivers. Callable from any
+        thread.
+        """
+        self._event_loop.call_soon_threadsafe(self._dispatch, outputs)
+
+    def fail_all(self, error: EngineClosed) -> None:
+        """Give an error to the receivers of all running requests. Callable from any thread."""
+        self._event_loop.call_soon_threadsafe(self._fail_all, error)
+
+    def _dispatch(self, outputs: list[Output]) -> None:
+        for output in outputs:
+            receive = self._receivers.get(output.request_id)
+            if receive is not None:
+                receive(output)
+        if any(isinstance(output, Tokens) for output in outputs):
+            self.failed_steps = 0
+        elif any(isinstance(o, Failed) and isinstance(o.error, StepFailed) for o in outputs):
+            self.failed_steps += 1
+
+    def _fail_all(self, error: EngineClosed) -> None:
+        for request_id, receive in self._receivers.items():
+            receive(Failed(request_id, error))
 
 
 async def _replay(

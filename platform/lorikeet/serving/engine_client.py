@@ -28,10 +28,14 @@ from lorikeet.protocol.messages import (
     SmokeTest,
     StreamItem,
 )
-from lorikeet.protocol.output_log import tokens_in
 from lorikeet.protocol.parity import ParityTest
 from lorikeet.protocol.replica_report import ReplicaReport
-from lorikeet.protocol.response_stream import DeltaGroup, ResponseBuffer, ResponseBuffers
+from lorikeet.protocol.response_stream import (
+    DeltaGroup,
+    ResponseBuffer,
+    ResponseBuffers,
+    tokens_in,
+)
 from lorikeet.retry_after import NO_REPLICA_S
 from lorikeet.routing.fleet import HEADER_AGE_S, Fleet, fleet_of
 from lorikeet.serving.push_delivery import PushDelivery
@@ -386,14 +390,13 @@ async def _taken(buffer: ResponseBuffer, course: "_Course") -> list[StreamItem]:
     Raises _AnswerLost if the replica is lost, Unavailable if no replica continues an answer that
     has begun, GenerationFailed if the replica's code failed or the answer's end was lost.
     """
-    request_id = course.sent.attempt_id
     try:
         return await buffer.take()
     except RayTaskError as error:
-        raise _translated(error, request_id) from error
+        raise _translated(error, course.sent.attempt_id) from error
     except (Unavailable, *REPLICA_LOST) as error:
         course.on_lost()
-        raise _translated(error, request_id) from error
+        raise _translated(error, course.sent.attempt_id) from error
     except asyncio.CancelledError as error:
         if is_being_cancelled():
             raise

@@ -1,14 +1,18 @@
 """Drafts are made only where the costs of steps say that they gain, and take little from others."""
 
+import math
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
 from lorikeet_engine.costs import MOST_DRAFTED, StepCosts
-from lorikeet_engine.request import DraftSource
+from lorikeet_engine.request import DraftSource, SchedulingParams
+from lorikeet_engine.scheduling import draft_budget
 from lorikeet_engine.scheduling.draft_budget import MOST_NOISE, DraftBudget, Drafts
 from lorikeet_engine.scheduling.forced_budget import ForcedPieces
+from lorikeet_engine.scheduling.step_budget import PromptBudget, StepBudget
+from tests.engine.scheduler_harness import FixedBudget, SchedulerHarness
 
 COSTS = StepCosts()  # of Llama-3.1-8B on an H200
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
@@ -22,10 +26,11 @@ class Predicting:
     ):
         self.lookup = SimpleNamespace(
             acceptance=acceptance,
+            first_acceptance=acceptance,
             predictor_acceptance=mtp,
             predicted=(7,),
             source=DraftSource.LOOKUP,
-            predict=lambda most: list(range(100, 100 + most)),
+            predict=lambda most, _pause: list(range(100, 100 + most)),
         )
         self.output_length, self.length, self.background = 5, length, False
         self.forced, self.decode_tokens = forced, 1 + len(forced)
@@ -238,3 +243,32 @@ def test_steps_whose_predictions_cannot_pay_are_spared_them():
     prefilling = Predicting(0.0)
     prefilling.decodes = False
     assert not predicts(Predicting(0.0), prefilling)
+
+
+@pytest.mark.parametrize(
+    ("lacks", "predicts"),
+    [("adapter", True), ("pages", True), ("foreground", True), ("step", False)],
+)
+def test_the_head_predicts_unless_a_waiting_request_needs_the_step(lacks, predicts, monkeypatch):
+    monkeypatch.setitem(draft_budget._PAUSES, DraftSource.MTP, 0)
+    harness = SchedulerHarness(pages=20 if lacks == "pages" else 100)
+    harness.scheduler._drafts = DraftBudget(COSTS, predictor=DraftSource.MTP)
+    harness.add(3, max_tokens=40)
+    harness.step()
+    if lacks == "adapter":
+        harness.tiers.remote.add("a")
+        late = harness.add(9, adapter="a")
+    elif lacks == "foreground":
+        monkeypatch.setattr(StepBudget, "background_tokens", lambda *_: 0)
+        late = harness.add(9, scheduling=SchedulingParams("acme", background=True))
+    else:
+        if lacks == "step":
+            monkeypatch.setattr(PromptBudget, "__bool__", lambda _: False)
+        late = harness.add(76)
+    asked = []
+    for _ in range(3):
+        asked.append(harness.scheduler.plan(FixedBudget(math.inf)))
+        harness.scheduler.launched(asked[-1].chunks, {})
+        harness.read(asked[-1].chunks)
+    assert late.kv.computed == 0
+    assert [plan.predicts for plan in asked] == [predicts] * 3

@@ -57,25 +57,31 @@ def test_a_prediction_that_comes_true_goes_on_without_a_search(monkeypatch):
 def test_the_acceptance_is_that_of_predictions_drafted_or_not():
     lookup = PromptLookup([1, 2, 3, 4, 5, 6, 1, 2], 9)
     lookup.extend([9])  # nothing was predicted
-    assert lookup.acceptance == 0.0
+    assert (lookup.first_acceptance, lookup.acceptance) == (0.5, 0.8)
     lookup = PromptLookup([1, 2, 3, 4, 5, 6, 1, 2], 9)
     lookup.predict(0)
-    lookup.extend([3, 4])
-    assert lookup.acceptance == pytest.approx(1 - (7 / 8) ** 2)
+    lookup.extend([3])
+    assert lookup.first_acceptance == lookup.acceptance == 0.8  # of a token after one that came
+    lookup.extend([4])
+    assert lookup.acceptance == pytest.approx(1 - 0.2 * 15 / 16)
     lookup.extend([9])
-    assert lookup.acceptance == pytest.approx((1 - (7 / 8) ** 2) * 7 / 8)
+    assert lookup.acceptance == pytest.approx((1 - 0.2 * 15 / 16) * 15 / 16)
     assert lookup.predict(3) == []
+    lookup.extend([1, 2])
+    assert lookup.predict(1) == [3]  # after an occurrence, 3 came true once
+    assert lookup.first_acceptance == pytest.approx(1 - 0.5 * 7 / 8)
 
 
-def test_searches_become_rare_where_nothing_is_found(monkeypatch):
+@pytest.mark.parametrize("pause", [0, 2, 8])
+def test_searches_become_rare_where_nothing_is_found_and_many_search(pause, monkeypatch):
     searches = []
     monkeypatch.setattr(PromptLookup, "_found", lambda lookup: searches.append(lookup._length))
     lookup = PromptLookup(range(10), 200)
     for token in range(10, 210):
-        lookup.predict(1)
+        lookup.predict(1, pause)
         lookup.extend([token])
-    assert searches[:4] == [10, 11, 12, 14]
-    assert len(searches) < 200 / 8 + 12
+    assert searches[:2] == [10, 11]
+    assert 200 / (1 + pause) <= len(searches) < 200 / (1 + pause) + 10
 
 
 def test_only_the_latest_tokens_are_searched(monkeypatch):

@@ -24,10 +24,10 @@ def test_what_followed_in_an_answer_is_predicted_up_to_its_end():
     assert found.predict(8) == [23, 24]
     assert found.source is DraftSource.ANSWERS
     found.extend([23, 24])
-    assert found.acceptance == pytest.approx(1 - (7 / 8) ** 2)
+    assert found.acceptance == pytest.approx(1 - 0.2 * 15 / 16)
     assert found.predict(8) == []
     found.extend([5])  # no failure: the answer had no token here
-    assert found.acceptance == pytest.approx(1 - (7 / 8) ** 2)
+    assert found.acceptance == pytest.approx(1 - 0.2 * 15 / 16)
 
 
 def test_an_answer_is_found_by_the_end_of_its_prompt():
@@ -57,7 +57,9 @@ def test_an_answer_begins_with_the_acceptance_of_those_before():
     ended.end(answers)
     following = lookup([5, 6], answers)
     following.predict(0)
-    assert following.acceptance == pytest.approx(ended.acceptance / 4)
+    assert ended.acceptance > 0.8
+    assert following.acceptance == pytest.approx(0.8 + (ended.acceptance - 0.8) / 4)
+    assert following.first_acceptance > 0.5
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,8 @@ LONGEST_REASON = 200  # characters
 
 
 class PinOptions(TypedDict, total=False):
-    """Options of a pin. Left out: alias prod, tier GPU, all replicas, priority 0, "", no expiry.
+    """Options of a pin. Left out: alias prod, tier GPU, all replicas, priority 0, "", no expiry,
+    prompt and draft of the earlier pin.
 
     selector: alias or version number to keep loaded.
     tier: lowest tier to keep it on: disk, host or GPU.
@@ -29,7 +30,8 @@ class PinOptions(TypedDict, total=False):
     prompt: system prompt whose KV pages replicas compute before users ask; None: that of the
         earlier pin, if there is one. Only for pins of one adapter.
     draft: whether the adapter drafts tokens of all answers of its base model, on replicas whose
-        speculation is `draft`. Only for one adapter on the GPUs of all replicas.
+        speculation is `draft`; None: as the earlier pin says, if there is one. Only for one adapter
+        on the GPUs of all replicas.
     """
 
     selector: str
@@ -39,7 +41,7 @@ class PinOptions(TypedDict, total=False):
     reason: str
     expires: float | None
     prompt: str | None
-    draft: bool
+    draft: bool | None
 
 
 def pin_change(tenant: str, name: str | None, now: float, **options: Unpack[PinOptions]) -> Pinned:
@@ -70,20 +72,13 @@ def pin_change(tenant: str, name: str | None, now: float, **options: Unpack[PinO
     check_text(change.reason, LONGEST_REASON, "reason")
     if change.prompt is not None:
         _check_prompt(change.prompt, name)
-    everywhere = change.tier is Residency.GPU and change.replicas is None
-    if change.draft and not (name and everywhere):
-        raise InvalidInput(
-            "a draft is one adapter on the GPUs of all replicas: pin an adapter, with tier gpu and "
-            "without a number of replicas",
-            param="draft",
-        )
     return change
 
 
 def pin(state: CatalogState, change: Pinned, now: float) -> Changes:
     """Return the changes that set the pin of an adapter or a tenant.
 
-    change: the pin to set.
+    change: the pin to set; it keeps the earlier pin's prompt and draft if its own are None.
     now: Unix seconds.
 
     Raises UnknownModel, UnknownTenant, InvalidInput if the adapter cannot draft, and Conflict
@@ -97,12 +92,14 @@ def pin(state: CatalogState, change: Pinned, now: float) -> Changes:
                 f"{record.label}@{change.selector} cannot be pinned: {usable_versions(record)}",
                 param="selector",
             )
+    before = state.pin_of(change.tenant, change.name)
+    if before is not None and not before.expired(now):
+        prompt = before.prompt if change.prompt is None else change.prompt
+        draft = before.draft if change.draft is None else change.draft
+        change = replace(change, prompt=prompt, draft=draft)
     if change.draft:
         _check_draft(state, change, now)
     check_budget(state, change, now)
-    before = state.pin_of(change.tenant, change.name)
-    if change.prompt is None and before is not None and not before.expired(now):
-        change = replace(change, prompt=before.prompt)
     return (change,)
 
 
@@ -145,6 +142,13 @@ def unpin(state: CatalogState, tenant: str, name: str | None) -> Changes:
 
 def _check_draft(state: CatalogState, change: Pinned, now: float) -> None:
     """Raise InvalidInput if an adapter cannot draft, and Conflict if its base model has a draft."""
+    if change.name is None or change.tier is not Residency.GPU or change.replicas is not None:
+        raise InvalidInput(
+            "a draft is one adapter on the GPUs of all replicas: pin an adapter, with tier gpu and "
+            "without a number of replicas; if the adapter drafts now, with --no-draft (draft: "
+            "false)",
+            param="draft",
+        )
     versions = versions_kept(state, change)
     for version in versions:
         kinds = {

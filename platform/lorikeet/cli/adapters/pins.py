@@ -73,13 +73,15 @@ def pin(
         ),
     ] = None,
     draft: Annotated[
-        bool,
+        bool | None,
         typer.Option(
-            "--draft",
+            "--draft/--no-draft",
             help="Let the adapter, a draft LoRA of its base model, draft tokens of all answers on"
-            " replicas with LORIKEET_SPECULATION=draft.",
+            " replicas with LORIKEET_SPECULATION=draft. Without this option, an adapter that drafts"
+            " goes on.",
+            show_default=False,
         ),
-    ] = False,
+    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Only show what would be loaded.")
     ] = False,
@@ -201,10 +203,11 @@ def pins(
 
 def _print_pin(answer: dict[str, Any]) -> None:
     until = "" if answer["expires"] is None else f" until {moment(answer['expires'])} UTC"
+    drafts = ", and drafts tokens of its base model" if answer.get("draft") else ""  # 0.1.0: none
     what = "Every adapter of " if answer["adapter"] is None else ""
     print_line(
         f"{what}[cyan]{_label(answer)}[/cyan] will be kept on {answer['tier']}"
-        f" on {_replicas(answer)}{until}; `lorikeet pins` shows when it is loaded."
+        f" on {_replicas(answer)}{until}{drafts}; `lorikeet pins` shows when it is loaded."
     )
 
 

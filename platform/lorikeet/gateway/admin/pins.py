@@ -35,7 +35,8 @@ class PinBody(Body):
     expires_s: seconds from now until the pin ends; null: never.
     prompt: system prompt of the adapter's chats, whose KV pages replicas compute before users ask;
         null: that of the earlier pin, if there is one.
-    draft: whether the adapter drafts tokens of all answers of its base model.
+    draft: whether the adapter drafts tokens of all answers of its base model; null: as the earlier
+        pin says, if there is one.
     dry_run: do not set the pin, only show the loads and releases that it would cause.
     """
 
@@ -46,7 +47,7 @@ class PinBody(Body):
     reason: Annotated[str, Field(max_length=LONGEST_REASON)] = ""
     expires_s: Annotated[float, Field(gt=0, le=LONGEST_LIFE_S)] | None = None
     prompt: Annotated[str, Field(max_length=MAX_SYSTEM_PROMPT_BYTES)] | None = None
-    draft: bool = False
+    draft: bool | None = None
     dry_run: bool = False
 
 
