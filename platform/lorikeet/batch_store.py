@@ -57,7 +57,7 @@ class BatchRecord:
     output_lifetime_s: int
 
 
-class Tokens(NamedTuple):
+class LineTokens(NamedTuple):
     """Tokens of an answer; cached ones are part of the input, reasoning ones of the output."""
 
     input: int = 0
@@ -87,7 +87,7 @@ class Result(NamedTuple):
     number: int
     ok: bool
     line: bytes
-    tokens: Tokens = Tokens()
+    tokens: LineTokens = LineTokens()
 
 
 class BatchStore:
@@ -259,7 +259,7 @@ class BatchStore:
             for (number, ok, *tokens), line in zip(json.loads(head), lines, strict=True):
                 if number not in seen:
                     seen.add(number)
-                    yield Result(number, ok, line, Tokens(*tokens))
+                    yield Result(number, ok, line, LineTokens(*tokens))
 
     def end(self, batch: BatchRecord, status: str, **said: Any) -> None:
         """End a batch, unless it has ended, and delete its other marks, leases and stored results.

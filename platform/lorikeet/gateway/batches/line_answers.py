@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from starlette.types import ASGIApp, Message
 
-from lorikeet.batch_store import BatchRecord, Tokens
+from lorikeet.batch_store import BatchRecord, LineTokens
 from lorikeet.gateway.usage_observer import UsageObserver
 from lorikeet.protocol.messages import FinalUsage
 
@@ -24,7 +24,7 @@ class Answered(NamedTuple):
     request_id: str
     body: bytes
     retry_after_s: float | None
-    tokens: Tokens = Tokens()
+    tokens: LineTokens = LineTokens()
 
     @property
     def code(self) -> str | None:
@@ -80,12 +80,12 @@ async def answer_line(app: ASGIApp, batch: BatchRecord, body: bytes) -> Answered
     retry_after_s = None if wait is None else float(wait)
     counted: UsageObserver | None = state.get("usage")
     used = None if counted is None else counted.complete
-    tokens = Tokens() if used is None else _tokens_of(used)
+    tokens = LineTokens() if used is None else _tokens_of(used)
     request_id = headers[b"x-request-id"]
     return Answered(started["status"], request_id, b"".join(parts), retry_after_s, tokens)
 
 
-def _tokens_of(used: FinalUsage) -> Tokens:
-    return Tokens(
+def _tokens_of(used: FinalUsage) -> LineTokens:
+    return LineTokens(
         used.prompt_tokens, used.cached_tokens, used.completion_tokens, used.reasoning_tokens
     )

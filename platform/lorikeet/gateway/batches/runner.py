@@ -34,8 +34,8 @@ from lorikeet.batch_store import (
     VALIDATED,
     BatchRecord,
     BatchStore,
+    LineTokens,
     Result,
-    Tokens,
 )
 from lorikeet.errors import LorikeetError, NotFound, ReplicasLost, StoreError
 from lorikeet.file_store import FileStore
@@ -451,12 +451,12 @@ class _Run:
         if checked is not None:
             begun, total = batches.set_mark(batch, FINALIZING), checked["total"]
             paths = {True: self._folder / "output", False: self._folder / "errors"}
-            done, tokens = dict[int, bool](), Tokens()
+            done, tokens = dict[int, bool](), LineTokens()
             with paths[True].open("wb") as output, paths[False].open("wb") as failed:
                 for result in batches.results(batch):
                     (output if result.ok else failed).write(result.line + b"\n")
                     done[result.number] = result.ok
-                    tokens = Tokens(*map(add, tokens, result.tokens))
+                    tokens = LineTokens(*map(add, tokens, result.tokens))
                 for line in self._undone(done, total):
                     failed.write(_undone_json(batch, line, status) + b"\n")
             for ok, path in paths.items():
