@@ -27,6 +27,8 @@ MOST_DRAFTED = 23
 
 With the sequence's last token, they fill a step of 24 tokens, one of the CUDA graphs' sizes.
 """
+MOST_NOISE = 8
+"""Maximum number of noise tokens of a draft LoRA behind a sequence in a step."""
 LEAST_DRAFT_GAIN = 1.1
 """Multiple of tokens per second that drafts must gain; less might be an error of the estimate."""
 DRAFT_GAP_S = 1e-3
@@ -159,30 +161,6 @@ class StepCosts:
         lora_s += self.lora_token_s * adapted
         seen_s = self.seen_token_s * context + self.prompts_seen_s(seen, beside_decodes=context > 0)
         return self.rows_s(tokens) + lora_s + seen_s
-
-    def decodes_per_s(
-        self, decodes: int, ranks: int, context: float, acceptance: float = 0.0
-    ) -> float:
-        """Return the tokens per second that each decode gets in steps of decodes alone.
-
-        Where it pays, all decodes draft as many tokens as yield most, up to MOST_DRAFTED, as
-        lookups find them; what an MTP head or a draft LoRA costs is not counted.
-
-        decodes: number of decodes.
-        ranks, context: as in `step_s`.
-        acceptance: probability that a drafted token comes true if all before it do; 0: no drafts.
-        """
-        best = 1 / self.step_s(decodes, ranks, context)
-        least, expected = LEAST_DRAFT_GAIN * best, 1.0
-        most = min(MOST_DRAFTED, (self.max_running - decodes) // decodes) if acceptance else 0
-        for drafted in range(1, 1 + most):
-            expected += acceptance**drafted
-            rows, seen = decodes * (1 + drafted), round(drafted * context)
-            step_s = self.step_s(rows, ranks, context, seen=seen)
-            per_s = expected / (step_s + DRAFT_GAP_S)
-            if per_s > least:
-                best = max(best, per_s)
-        return best
 
     def prompts_seen_s(self, seen: int, *, beside_decodes: bool, steps: int = 1) -> float:
         """Return the seconds that the attention of prompts adds to steps.

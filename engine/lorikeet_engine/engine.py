@@ -162,6 +162,7 @@ class Engine:
         self._lease_draft()
         if self._page_copies is not None:
             self._drop_prompts()
+            self._pages_arrive()  # if the last step did not need them after all
             self._page_copies.before_plan(self._cache)
         plan = self._scheduler.plan(self._step_budget)
         if self._border is not None:
@@ -434,11 +435,25 @@ class Engine:
         self, plan: StepPlan, previous: steps.InFlightStep | None
     ) -> steps.ForwardPass | None:
         expected = self._step_budget.expected(plan.chunks)
+        if self._page_copies is not None and self._page_copies.in_step:
+            expected = None  # the step waits for pages
+        of_step = self._runner, plan, self._settings, previous, expected
         try:
-            return steps.compute(self._runner, plan, self._settings, previous, expected)
+            return steps.compute(*of_step, self._pages_arrive)
         except Exception as error:
             self._step_failed(plan.chunks, error)
             return None
+
+    def _pages_arrive(self) -> bool:
+        """Wait for pages from the host that sequences share already; return whether they came
+        undamaged. If not, the sequences wait again.
+        """
+        if self._page_copies is None:
+            return True
+        damaged = self._page_copies.end_in_step(self._cache)
+        if damaged:
+            self._scheduler.withdraw(damaged)
+        return not damaged
 
     def _sample(self, forward: steps.ForwardPass) -> None:
         try:

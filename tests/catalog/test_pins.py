@@ -18,7 +18,7 @@ from lorikeet.errors import (
     UnknownModel,
     UnknownTenant,
 )
-from lorikeet.request_defaults import RequestDefaults
+from lorikeet.request_defaults import MAX_SYSTEM_PROMPT_BYTES, RequestDefaults
 from lorikeet_engine.adapter import Head, Residency
 
 Register = Callable[..., VersionRecord]
@@ -194,12 +194,13 @@ def test_invalid_pins_are_refused(catalog: AdapterCatalog, register: Register) -
 def test_a_pins_prompt_stays_until_it_is_removed(
     catalog: AdapterCatalog, register: Register
 ) -> None:
+    prompt = "You are a clerk.\n\u2028\0" * (MAX_SYSTEM_PROMPT_BYTES // 21)  # bytes of one
     register("acme/support", b"1")
-    catalog.pin("acme", "support", prompt="You are a clerk.", actor="ann")
+    catalog.pin("acme", "support", prompt=prompt, actor="ann")
     again = catalog.pin("acme", "support", priority=2, actor="ann")
-    assert (again.prompt, again.priority) == ("You are a clerk.", 2)
+    assert (again.prompt, again.priority) == (prompt, 2)
     (version,) = versions_kept(catalog.reader.state, again)
-    assert version.prompt == RequestDefaults(None, "You are a clerk.")
+    assert version.prompt == RequestDefaults(None, prompt)
 
     catalog.retire("acme", "support", actor="ann")
     catalog.restore("acme", "support", actor="ann")
@@ -208,7 +209,7 @@ def test_a_pins_prompt_stays_until_it_is_removed(
     anew.refresh()
     reread = anew.ask(lambda state: state.pin_of("acme", "support"))
     assert reread is not None
-    assert reread.prompt == "You are a clerk."
+    assert reread.prompt == prompt, "whole in the snapshot"
 
     catalog.remove_prompt("acme", "support", actor="bob")
     left = catalog.reader.state.pin_of("acme", "support")

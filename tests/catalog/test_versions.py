@@ -339,8 +339,10 @@ def test_optional_facts_of_a_version_survive_log_and_snapshot(
         (touches, None, (), None, Head(("LABEL_0",)), None),
         (touches, None, (), None, None, Embedder(Pooling.MEAN, normalizes=False)),
         (touches, None, (), None, None, Embedder(dimensions=(64, 128))),
+        (touches, None, (), None, None, None, 262),
     )
-    for number, (known, trained_on, tokens, parity, scored, embedder) in enumerate(kinds):
+    kinds = tuple((*kind, 0)[:7] for kind in kinds)
+    for number, (known, trained_on, tokens, parity, scored, embedder, size) in enumerate(kinds):
         blob.write_bytes(data := bytes([number]))
         digest = hashlib.sha256(data).hexdigest()
         facts = BlobFacts(
@@ -351,6 +353,7 @@ def test_optional_facts_of_a_version_survive_log_and_snapshot(
             parity=parity,
             head=scored,
             embedder=embedder,
+            vocabulary=size,
         )
         catalog.register("acme", "support", blob, facts, actor="ann")
     seq = catalog.reader.snapshot()
@@ -358,7 +361,7 @@ def test_optional_facts_of_a_version_survive_log_and_snapshot(
     read = [entry for entry in Log(store).read(0) if entry.seq <= seq]
     registered = [c for e in read for c in e.changes if isinstance(c, VersionRegistered)]
     found = tuple(
-        (c.touches, c.trained_on, c.invocation_tokens, c.parity, c.head, c.embedder)
+        (c.touches, c.trained_on, c.invocation_tokens, c.parity, c.head, c.embedder, c.vocabulary)
         for c in registered
     )
     assert found == kinds
@@ -366,7 +369,7 @@ def test_optional_facts_of_a_version_survive_log_and_snapshot(
     again = decode_tenant("acme", encode_tenant(tenant))
     versions = again.adapters["support"].versions
     kept = tuple(
-        (v.touches, v.trained_on, v.invocation_tokens, v.parity, v.head, v.embedder)
+        (v.touches, v.trained_on, v.invocation_tokens, v.parity, v.head, v.embedder, v.vocabulary)
         for v in versions
     )
     assert kept == kinds
@@ -374,6 +377,7 @@ def test_optional_facts_of_a_version_survive_log_and_snapshot(
     assert again.adapters["support"].ref(versions[2]).invocation_tokens == (7, 9)
     assert again.adapters["support"].ref(versions[6]).head == head
     assert again.adapters["support"].ref(versions[9]).embedder == Embedder(dimensions=(64, 128))
+    assert again.adapters["support"].ref(versions[10]).vocabulary == 262
 
 
 def test_releases_that_know_no_kind_of_adapter_read_no_entry_with_it(
@@ -385,11 +389,13 @@ def test_releases_that_know_no_kind_of_adapter_read_no_entry_with_it(
         ((7, 9), None, None),
         ((), Head(("LABEL_0",)), None),
         ((), None, Embedder()),
+        ((), None, None, 262),
     )
-    for number, (tokens, head, embedder) in enumerate(kinds):
+    for number, (tokens, head, embedder, *size) in enumerate(kinds):
         blob.write_bytes(data := bytes([number]))
         digest = hashlib.sha256(data).hexdigest()
         kind = {"invocation_tokens": tokens, "head": head, "embedder": embedder}
+        kind |= {"vocabulary": size[0]} if size else {}
         facts = BlobFacts(digest, 1, 8, "demo", 1, **kind)
         catalog.register("acme", "support", blob, facts, actor="ann")
-    assert [entry.schema for entry in Log(store).read(0)][-4:] == [1, 2, 2, 2]
+    assert [entry.schema for entry in Log(store).read(0)][-5:] == [1, 2, 2, 2, 2]

@@ -47,8 +47,11 @@ def test_a_server_without_tls_is_not_taken_for_an_unreachable_one(lorikeet: Lori
     assert "http://, or set SSL_CERT_FILE" in said
 
 
-def test_a_malformed_address_is_named(lorikeet: Lorikeet) -> None:
-    assert "nonsense" in sentence(run("--server", "nonsense", "--key", "lk_x", "list"))
+@pytest.mark.parametrize("address", ["nonsense", "127.0.0.1:8001", "ftp://x"])
+def test_a_malformed_address_is_named_with_the_remedy(address: str) -> None:
+    said = sentence(run("--server", address, "--key", "lk_x", "list"))
+    assert f"cannot ask {address}" in said
+    assert "an address such as http://127.0.0.1:8001" in said
 
 
 def test_a_server_that_is_not_lorikeet_is_recognised(stranger: str) -> None:

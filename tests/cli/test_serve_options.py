@@ -25,7 +25,6 @@ from lorikeet.settings import Settings
 from tests.cli.fake_hub import running_hub
 
 DEMO = Path(__file__).parents[2] / "demo" / "model"
-ADAPTER = DEMO.parent / "adapters/quillon/upper"
 OTHERWISE = {
     "catalog": "s3://bucket/prefix",
     "max_replicas": "7",
@@ -125,7 +124,10 @@ def test_nothing_is_made_by_printing(tmp_path: Path, monkeypatch: pytest.MonkeyP
     [
         (["nowhere"], "there is no folder nowhere: give the folder of a base model"),
         ([__file__], "is no folder: give the folder of a base model"),
-        ([str(ADAPTER)], "is an adapter: give its base model, and the adapter as --adapters"),
+        (
+            [str(DEMO.parent / "adapters/quillon/upper")],
+            "upper is an adapter: give its base model, and --adap",
+        ),
         ([str(DEMO), "other=nowhere"], "there is no folder nowhere"),
         (
             [str(DEMO), str(DEMO)],

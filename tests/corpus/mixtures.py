@@ -91,6 +91,15 @@ FORMS: tuple[Feature, ...] = (
         target_modules=r".*\.experts\.0\.\w+",
     ),
     _of_each_expert("an expert is missing", ".experts.1.", "no weight is for it"),
+    # findings/peft_layers_of_experts.sh
+    _of_each_expert(
+        "one expert of each layer, as PEFT before 0.20 counts layers",
+        ".experts.1.",
+        "experts.1.down_proj, which it leaves out",
+        target_modules=["gate_proj", "up_proj", "down_proj"],
+        layers_to_transform=[1],
+        peft_version="0.19.1",
+    ),
     _options("DoRA", target_modules=["q_proj", "o_proj"], use_dora=True),
 )
 

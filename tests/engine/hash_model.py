@@ -130,7 +130,7 @@ def build(
     """
     if not (folder / "model").exists():
         write_config(folder / "model", CONFIG)
-    config = ModelConfig.from_folder(folder / "model")
+    config = ModelConfig.from_folder(folder / "model", settings.get("max_context"))
     config = replace(config, kv_groups=KvGroups(1, windows, ()))
     model = HashModel(config, states=states)
     sizes = {"adapter_gpu_bytes": 1 << 20, "adapter_host_bytes": 1 << 20, **settings}

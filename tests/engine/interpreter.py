@@ -17,7 +17,8 @@ DEVICES = ["cpu"] if INTERPRETED else [pytest.param("cuda", marks=pytest.mark.gp
 def kinds(*dtypes: torch.dtype) -> list[Any]:
     """Pair the device with dtypes: with these on a GPU, else with those that the interpreter has.
 
-    The interpreter cuts digits of bfloat16 off where a GPU rounds.
+    The interpreter cuts digits of bfloat16 off where a GPU rounds
+    (findings/triton_interpreter_casts.sh).
     """
     if INTERPRETED:
         return [("cpu", torch.float32), ("cpu", torch.float16)]

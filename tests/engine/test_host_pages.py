@@ -6,6 +6,7 @@ tokens or of another adapter becomes a wrong token.
 
 import logging
 import os
+import shutil
 import threading
 from collections import Counter, deque
 from contextlib import nullcontext
@@ -18,8 +19,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lorikeet_engine.errors import DeviceLost, SettingsError
-from lorikeet_engine.execution import batch_builder, page_copies, page_file
+from lorikeet_engine.errors import DeviceLost, SettingsError, StepFailed
+from lorikeet_engine.execution import batch_builder, page_copies, page_file, steps
 from lorikeet_engine.execution.page_copies import (
     CudaRankPages,
     PageCopies,
@@ -30,6 +31,7 @@ from lorikeet_engine.execution.page_copies import (
 from lorikeet_engine.execution.page_file import PageFile
 from lorikeet_engine.parallel.followers import RankCopies
 from lorikeet_engine.request import SamplingParams
+from lorikeet_engine.scheduling import host_pages
 from lorikeet_engine.scheduling.host_pages import Arrival, DiskCopy, Fetch, HostPages, PageCopy
 from lorikeet_engine.scheduling.kv_cache import KVCache
 from tests.engine.blobs import Shelf
@@ -49,6 +51,12 @@ ONE, SHORT = SamplingParams(1, temperature=0.0), SamplingParams(2, temperature=0
 @pytest.fixture
 def always_fetch(monkeypatch):
     monkeypatch.setattr(HostPages, "pays", lambda *_: True)
+
+
+@pytest.fixture
+def long_fetches(monkeypatch):
+    """Have no step wait for pages, as for those of a long prefix."""
+    monkeypatch.setattr(host_pages, "IN_STEP_S", -1.0)
 
 
 @pytest.fixture
@@ -148,7 +156,9 @@ def test_a_page_is_written_to_a_small_disk_once(tmp_path):
     assert not engine.fetches.work, "nothing is left to write"
 
 
-@pytest.mark.parametrize("damage", ["a byte", "a page of another prompt", "an error"])
+@pytest.mark.parametrize(
+    "damage", ["a byte", "a page of another prompt", "an error", "cut off", "cut in a page"]
+)
 def test_pages_damaged_on_the_disk_are_computed_again(damage, tmp_path, always_fetch, monkeypatch):
     engine = checked(tmp_path, host_pages=24, disk_pages=200)
     computed = answer(engine)
@@ -160,6 +170,8 @@ def test_pages_damaged_on_the_disk_are_computed_again(damage, tmp_path, always_f
             damage_file(engine, place)
     elif damage == "an error":
         pages_file._file.close()
+    elif damage.startswith("cut"):
+        os.ftruncate(fd, 100 if damage == "cut in a page" else 0)
     else:
         os.pwrite(fd, os.pread(fd, stride * 190, 0), stride)
     assert answer(engine) == computed
@@ -205,6 +217,21 @@ def test_the_file_of_pages_has_no_name(tmp_path, always_fetch):
     assert os.fstat(fd).st_nlink == 0
 
 
+def test_pages_on_the_disk_outlive_a_cleaned_folder_but_not_their_engine(tmp_path, always_fetch):
+    engine = checked(tmp_path, host_pages=24, disk_pages=200)
+    computed = answer(engine)
+    to_disk(engine)
+    shutil.rmtree(tmp_path / "cache")
+    assert answer(engine) <= computed - len(LONG) + PAGE
+    assert usage(engine.engine).read == len(LONG) // PAGE - 1
+    again = checked(tmp_path, host_pages=24, disk_pages=200)
+    assert answer(again) == computed
+    to_disk(again)
+    assert answer(again) <= computed - len(LONG) + PAGE
+    for each in (engine, again):
+        each.engine.close()
+
+
 @pytest.mark.parametrize(
     "other", [{"salt": "globex"}, {"adapter": GOOD}, {"tokens": (9, *LONG[1:])}]
 )
@@ -247,7 +274,7 @@ def test_damaged_pages_are_computed_again(tmp_path, always_fetch):
 
 
 def test_requests_that_are_aborted_while_their_pages_come_leave_no_page_behind(
-    tmp_path, always_fetch
+    tmp_path, always_fetch, long_fetches
 ):
     engine = checked(tmp_path)
     answer(engine)
@@ -262,7 +289,7 @@ def test_requests_that_are_aborted_while_their_pages_come_leave_no_page_behind(
     assert usage(engine.engine).fetched == len(LONG) // PAGE - 1
 
 
-def test_other_requests_run_while_pages_come(tmp_path, always_fetch):
+def test_other_requests_run_while_pages_come(tmp_path, always_fetch, long_fetches):
     engine = checked(tmp_path, kv_pages=24)
     answer(engine)
     push_out(engine)
@@ -277,6 +304,123 @@ def test_other_requests_run_while_pages_come(tmp_path, always_fetch):
     engine.drain()
 
 
+def steps_to_first_token(engine, tokens=LONG):
+    """Submit a request; return the number of steps until its first token comes."""
+    name = engine.submit(tokens, sampling=SHORT)
+    for count in range(1, 100):
+        engine.step()
+        if engine.outputs[name, 0]:
+            engine.drain_requests()
+            return count
+    raise AssertionError("no token")
+
+
+@pytest.mark.parametrize("windows", [WHOLE, WINDOWED])
+def test_a_lone_prefix_on_the_host_takes_as_many_steps_as_one_on_the_gpu(
+    windows, tmp_path, always_fetch
+):
+    engine = checked(tmp_path, kv_pages=24, host_pages=80, windows=windows)
+    answer(engine)
+    on_gpu = steps_to_first_token(engine)
+    push_out(engine)
+    push_out(engine)
+    assert steps_to_first_token(engine) == on_gpu
+    assert usage(engine.engine).fetched > 0
+    assert not engine.fetches.work, "no thread was needed"
+
+
+def test_a_step_is_laid_out_while_its_pages_come_and_launched_when_they_are_there(
+    tmp_path, always_fetch, monkeypatch
+):
+    engine, events = checked(tmp_path), []
+    answer(engine)
+    push_out(engine)
+    begin, lay_out = RankPages.begin, steps.build_step_input
+
+    def begin_and_note(pages, copies):
+        events.append("pages begin to come")
+        end = begin(pages, copies)
+
+        def note_end():
+            events.append("pages are there")
+            return end()
+
+        return note_end
+
+    def lay_out_and_note(*batch):
+        events.append("laid out")
+        return lay_out(*batch)
+
+    monkeypatch.setattr(RankPages, "begin", begin_and_note)
+    monkeypatch.setattr(steps, "build_step_input", lay_out_and_note)
+    check = engine.model.before
+    engine.model.before = lambda batch: (events.append("launched"), check(batch))
+    answer(engine)
+    assert events[:4] == ["pages begin to come", "laid out", "pages are there", "launched"]
+    assert events.count("pages are there") == 1
+
+
+def test_no_step_of_others_waits_for_pages(tmp_path, always_fetch):
+    engine = checked(tmp_path, kv_pages=24, host_pages=80)
+    answer(engine)
+    push_out(engine)
+    push_out(engine)
+    stream = engine.submit(LONG[:5], sampling=SamplingParams(20, temperature=0.0), salt="globex")
+    engine.step()
+    engine.step()
+    engine.submit(LONG, sampling=SHORT)
+    got = len(engine.outputs[stream, 0])
+    engine.step()
+    engine.step()
+    assert engine.fetches.work, "a thread brings the pages"
+    assert len(engine.outputs[stream, 0]) == got + 2
+    engine.drain()
+
+
+def test_a_step_waits_for_no_fetch_beside_another(tmp_path, always_fetch, monkeypatch):
+    """Two fetches at once would share the buffers of their copies."""
+    engine = checked(tmp_path, kv_pages=24, host_pages=80)
+    answer(engine)
+    push_out(engine)
+    push_out(engine)
+    with monkeypatch.context() as patch:
+        patch.setattr(host_pages, "IN_STEP_S", -1.0)
+        aborted = engine.submit(LONG, sampling=SHORT)
+        engine.step()
+        engine.abort(aborted)
+        engine.step()
+    engine.submit((40, *LONG[1:]), sampling=SHORT)
+    engine.step()
+    assert len(engine.fetches.work) == 2
+    engine.drain()
+
+
+@pytest.mark.parametrize("fault", ["no memory for the copy", "the batch cannot be laid out"])
+def test_a_fault_while_a_step_waits_for_pages_leaves_nothing_behind(
+    fault, tmp_path, always_fetch, monkeypatch
+):
+    engine = checked(tmp_path)
+    computed = answer(engine)
+    push_out(engine)
+
+    def fail(*_):
+        monkeypatch.undo()
+        monkeypatch.setattr(HostPages, "pays", lambda *_: True)
+        raise torch.OutOfMemoryError("a test")
+
+    if fault == "no memory for the copy":
+        monkeypatch.setattr(RankPages, "begin", fail)
+        assert answer(engine) == computed
+        assert usage(engine.engine).damaged == len(LONG) // PAGE - 1
+    else:
+        monkeypatch.setattr(steps, "build_step_input", fail)
+        name = engine.submit(LONG, sampling=SHORT)
+        (failed,) = (each for _ in range(3) for each in engine.engine.step())
+        assert isinstance(failed.error, StepFailed)
+        del engine.live[name]
+    engine.drain()
+
+
 def test_requests_with_one_prefix_share_its_fetch(tmp_path, always_fetch):
     engine = checked(tmp_path)
     answer(engine)
@@ -287,7 +431,9 @@ def test_requests_with_one_prefix_share_its_fetch(tmp_path, always_fetch):
     assert usage(engine.engine).fetched == len(LONG) // PAGE - 1
 
 
-def test_tokens_that_come_by_two_fetches_count_as_from_the_host(tmp_path, always_fetch):
+def test_tokens_that_come_by_two_fetches_count_as_from_the_host(
+    tmp_path, always_fetch, long_fetches
+):
     engine = checked(tmp_path)
     answer(engine)
     push_out(engine)
@@ -300,7 +446,9 @@ def test_tokens_that_come_by_two_fetches_count_as_from_the_host(tmp_path, always
     assert usage(engine.engine).tokens == 4 * PAGE + len(LONG) - PAGE
 
 
-def test_pages_of_a_damaged_adapter_that_are_under_way_are_not_shared(tmp_path, always_fetch):
+def test_pages_of_a_damaged_adapter_that_are_under_way_are_not_shared(
+    tmp_path, always_fetch, long_fetches
+):
     engine = checked(tmp_path)
     answer(engine, adapter=GOOD)
     push_out(engine)
@@ -327,7 +475,7 @@ def test_failing_all_requests_forgets_all_pages(tmp_path, always_fetch):
 
 
 def test_an_engine_whose_copies_hang_ends_rather_than_let_them_overwrite_pages(
-    tmp_path, always_fetch, monkeypatch
+    tmp_path, always_fetch, long_fetches, monkeypatch
 ):
     engine = checked(tmp_path)
     answer(engine)
@@ -685,6 +833,7 @@ def test_copies_in_parts_and_runs_of_slots_move_the_same_pages(fake_streams, mon
         [page_words(kv)], torch.zeros(40, 3 * 2 * 32 + 1, dtype=torch.int64), 30, 4
     )
     before = kv.clone()
+    monkeypatch.setattr(pages, "_run", 3)
     order = [*range(7, 12), 3, 2, *range(20, 33)]
     pages.store([PageCopy(slot, page) for page, slot in enumerate(order)])
     plain = RankPages([page_words(kv)], torch.zeros_like(pages._host))
@@ -694,8 +843,11 @@ def test_copies_in_parts_and_runs_of_slots_move_the_same_pages(fake_streams, mon
     back = [PageCopy(slot, 39 - page) for page, slot in enumerate(order)]
     assert pages.fetch(back)() == 0
     assert torch.equal(kv[:, :, [copy.page for copy in back]], before[:, :, : len(order)])
+    kv[:, :, [copy.page for copy in back]] = 0
+    assert pages.begin(back)() == 0
+    assert torch.equal(kv[:, :, [copy.page for copy in back]], before[:, :, : len(order)])
     pages._host[order[5], 9] += 1
-    assert pages.fetch(back)() == 1
+    assert pages.fetch(back)() == pages.begin(back)() == 1
 
 
 def test_pages_of_a_gpu_come_from_the_disk_in_parts(fake_streams, tmp_path):

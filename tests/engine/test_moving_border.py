@@ -5,6 +5,7 @@ test_random_traffic.py moves it in random traffic; memory that moves away is spo
 
 import itertools
 import random
+from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace
 from unittest.mock import MagicMock
@@ -22,9 +23,11 @@ from lorikeet_engine.device.border_memory import (
 from lorikeet_engine.execution import assembly, border
 from lorikeet_engine.execution.memory_plan import plan_memory
 from lorikeet_engine.models.config import ModelConfig
+from lorikeet_engine.request import SamplingParams
 from lorikeet_engine.scheduling.border_policy import BorderPolicy
 from lorikeet_engine.scheduling.page_pool import PagePool
 from tests.engine.blobs import Shelf
+from tests.engine.checked_engine import ADAPTER_BYTES, CheckedEngine
 from tests.engine.engine_driver import Answers, build, greedy, nothing_is_held, prompt
 from tests.engine.process_engines import followers
 
@@ -123,6 +126,33 @@ def test_after_a_move_that_fails_the_border_stays_and_sequences_keep_all_other_p
     units = now.kv_units + now.lent_units
     assert status.live.kv_pages_total == SIZES["kv_pages"] * now.kv_units // units
     engine.close()
+
+
+def test_the_least_recently_used_pages_leave_first(tmp_path, monkeypatch):
+    monkeypatch.setitem(border_memory.GRANULES, "cpu", 64)  # a unit is a page
+    monkeypatch.setattr(border, "EVERY_S", 0)
+    monkeypatch.setattr(BorderPolicy, "decide", lambda *_: wanted)
+    wanted = 0
+    sizes = {"max_context": 24, "max_running": 3, "max_batch_tokens": 24}
+    moving = {"moving_border": True, "adapter_gpu_bytes": ADAPTER_BYTES}
+    engine = CheckedEngine(tmp_path, kv_pages=30, **sizes, **moving)
+
+    def computed(first):
+        before, sampling = engine.model.tokens, SamplingParams(1, temperature=0.0)
+        engine.submit((first, *range(20)), sampling=sampling)
+        engine.drain_requests()
+        return engine.model.tokens - before
+
+    alone = [computed(first) for first in (5, 6, 7)]
+    assert computed(5) < alone[0]
+    wanted = 1
+    for _ in range(22):
+        engine.step()
+    wanted = 0
+    assert engine.engine.status().live.kv_pages_total < 10
+    assert computed(5) < alone[0], "used last, and still there"
+    assert computed(6) == alone[1]
+    engine.drain()
 
 
 class BookedDriver:
@@ -230,3 +260,17 @@ def test_withdrawn_pages_leave_the_cache_and_go_once_nobody_has_them():
     pool.restore(range(3))
     assert (pool.pages, pool.free) == (6, 3)
     assert sorted(pool.take(3)) == [0, 1, 2]
+
+
+def test_preemption_frees_neither_shared_nor_withdrawn_pages():
+    pool, dropped = PagePool(6), Counter[int]()
+    pages = pool.take(4)
+    for page in pages[:2]:
+        pool.publish(page, bytes([page]))
+    pool.share(pages[:2])
+    pool.withdraw(pages[3:])
+    assert pool.freed_by(pages, dropped) == 1
+    assert pool.freed_by(pages[:2], dropped) == 2, "nobody else has them"
+    pool.release(pages)
+    pool.release(pages[:2])
+    assert pool.free == 2 + 1 + 2

@@ -4,6 +4,7 @@ The model (hash_model) reads all its input from the KV pages, which are too few 
 Requests arrive, share, fail and are aborted at any moment; checked_engine.py has the checks.
 """
 
+import os
 import shutil
 import tempfile
 from pathlib import Path
@@ -18,6 +19,7 @@ from lorikeet_engine.device import border_memory
 from lorikeet_engine.execution import batch_builder, border
 from lorikeet_engine.execution.page_copies import RankPages
 from lorikeet_engine.request import SamplingParams
+from lorikeet_engine.scheduling import host_pages
 from lorikeet_engine.scheduling.border_policy import BorderPolicy
 from lorikeet_engine.scheduling.host_pages import HostPages
 from lorikeet_engine.scheduling.kv_cache import KVCache
@@ -304,15 +306,17 @@ class BorderTraffic(HostedTraffic):
         windows=st.sampled_from((WHOLE, WINDOWED)),
         overlap=st.sampled_from((True, True, False)),
     )
-    def begin(self, running, spare, kv_pages, places, host_pages, windows, overlap):
+    def begin(self, running, spare, kv_pages, places, host_pages, windows, overlap, disk_pages=0):
         self.overlap, self.windows = overlap, windows
         self.more = {"kv_host_bytes": host_pages * (2 * 4 * 4 * PAGE + 8)}
+        self.more |= {"kv_disk_bytes": 4096 * disk_pages}
         self.more |= {"moving_border": True, "max_context": 24}
         self.patch.setattr(HostPages, "pays", lambda *_: True)
         self.patch.setattr(RankPages, "room", 20)
         self.patch.setitem(border_memory.GRANULES, "cpu", 64)  # a unit is a page
         self.patch.setattr(border, "EVERY_S", 0)
         Traffic.begin(self, running, spare, kv_pages, places)
+        assert self.checked.engine.status().border.lendable_units > 0
         self.wanted = 0
         self.patch.setattr(BorderPolicy, "decide", lambda *_: self.wanted)
 
@@ -324,13 +328,77 @@ class BorderTraffic(HostedTraffic):
         gpu = self.checked.engine.status().tiers[Residency.GPU]
         units = len(self.checked.engine._cache._references) + self.places * ADAPTER_BYTES // 128
         assert used.arena_units + used.kv_units == units
-        assert gpu.capacity_bytes == 128 * used.arena_units >= self.places * ADAPTER_BYTES
+        moves = self.checked.engine._border._moves
+        there = used.arena_units - sum(not move.to_kv for move in moves)
+        assert gpu.capacity_bytes == 128 * there >= self.places * ADAPTER_BYTES
         assert used.kv_units >= units // 4
 
     @rule(slot=st.integers(0, 39), word=st.integers(0, 15))
     def spoil(self, slot, word):
         if self.more["kv_host_bytes"]:
             super().spoil(slot, word)
+
+
+class SharedTraffic(BorderTraffic):
+    """Traffic with all at once: the border moves, pages and kept prompts go to host and disk, come
+    back beside steps or before one, and are damaged; answers have drafts and are preempted.
+    """
+
+    speculation = "lookup"
+
+    @initialize(
+        running=st.sampled_from((8, 5, 12, 3)),
+        spare=st.sampled_from((20, 7, 3)),
+        kv_pages=st.sampled_from((30, 20, 14)),
+        places=st.sampled_from((1, 2, 3)),
+        host_pages=st.sampled_from((20, 8, 40)),
+        disk_pages=st.sampled_from((40, 8, 160)),
+        in_step_s=st.sampled_from((1.0, -1.0)),
+        seed=st.integers(0, 99),
+        windows=st.sampled_from((WHOLE, WINDOWED)),
+        overlap=st.sampled_from((True, True, False)),
+    )
+    def begin(self, in_step_s, seed, **sizes):
+        draft_half_right(self.patch, lambda *choice: self.checked.expected[choice][0], seed)
+        self.patch.setattr(host_pages, "IN_STEP_S", in_step_s)
+        super().begin(**sizes)
+
+    @rule(
+        prompt=st.sampled_from(PROMPTS[8:]),
+        adapter=st.sampled_from((None, GOOD)),
+        salt=st.sampled_from("ab"),
+        name=st.sampled_from("pq"),
+        times=st.sampled_from((1, 9, 20)),
+    )
+    def keep(self, prompt, adapter, salt, name, times):
+        engine = self.checked.engine
+        engine.keep_prompts((*engine.keep_prompts(()), name))
+        once = {"sampling": SamplingParams(1, seed=3), "background": True, "keeps": name}
+        if sum(map(len, self.checked.live.values())) < MOST:
+            self.checked.submit(prompt, adapter=adapter, salt=salt, **once)
+        self.step(times)
+
+    @rule(names=st.sampled_from(("", "p", "q")))
+    def drop_prompts(self, names):
+        self.checked.engine.keep_prompts(tuple(names))
+
+    @rule(place=st.integers(0, 159))
+    def spoil_disk(self, place):
+        file = self.checked.engine._page_copies._own.file
+        at = place % file.places * file._stride + 40
+        byte = os.pread(file._file.fileno(), 1, at)
+        os.pwrite(file._file.fileno(), bytes([byte[0] ^ 1]), at)
+
+    @rule(
+        prompt=st.sampled_from(PROMPTS[8:]),
+        sampling=st.sampled_from(SAMPLINGS),
+        salt=st.sampled_from("ab"),
+    )
+    def answer_alone(self, prompt, sampling, salt):
+        """Only a request that is alone has a step that waits for its pages."""
+        self.checked.drain_requests()
+        self.checked.submit(prompt, sampling=sampling, salt=salt)
+        self.checked.drain_requests()
 
 
 class TestTraffic(Traffic.TestCase):
@@ -376,7 +444,17 @@ class TestMuchHostedTraffic(HostedTraffic.TestCase):
 
 
 class TestBorderTraffic(BorderTraffic.TestCase):
-    settings = settings(max_examples=30, stateful_step_count=40, deadline=None)
+    settings = settings(max_examples=15, stateful_step_count=40, deadline=None)
+
+
+class TestSharedTraffic(SharedTraffic.TestCase):
+    settings = settings(max_examples=12, stateful_step_count=40, deadline=None)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+class TestMuchSharedTraffic(SharedTraffic.TestCase):
+    settings = settings(max_examples=3000, stateful_step_count=80, deadline=None)
 
 
 @pytest.mark.soak

@@ -12,8 +12,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import load, save
 from transformers import AddedToken, PreTrainedTokenizerFast
 
+from lorikeet.catalog.catalog import blob_key
 from lorikeet.gateway.admin.adapter_defaults import DefaultsBody, checked_defaults
 from lorikeet.gateway.call_encoders import CallEncoders
 from lorikeet.gateway.services import ServedModel
@@ -25,7 +27,10 @@ from lorikeet.request_defaults import MAX_ADDED_TOKENS, RequestDefaults
 from lorikeet.text.detokenizer import Detokenizer
 from lorikeet.text.prompts import encode_call
 from lorikeet.tokenizer_vocabulary import read_tokenizer
-from tests.gateway.conftest import SHAPE, Gateway, chat, demo_encoder, serving
+from lorikeet_engine.adapter import AdapterRef
+from lorikeet_engine.adapter_format import write_blob
+from tests.gateway import conftest
+from tests.gateway.conftest import LIMITS, SHAPE, Gateway, chat, demo_encoder, make_peft, serving
 from tests.gateway.test_bad_requests import CHAT, error_of
 
 DEMO = Path("demo/model")
@@ -59,8 +64,11 @@ def folder(trained: PreTrainedTokenizerFast, tmp_path_factory: pytest.TempPathFa
 def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
     served = {"tiny": ServedModel(replace(SHAPE, vocabulary=ROWS), ("org/Tiny-1B",))}
     folder = tmp_path_factory.mktemp("tokenizers")
-    with serving(folder, served=served, load_from=folder / "shared") as running:  # for /tokenize
-        yield running
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(conftest, "LIMITS", replace(LIMITS, max_added_tokens=4))
+        # for /tokenize
+        with serving(folder, served=served, load_from=folder / "shared") as running:
+            yield running
 
 
 def register(gateway: Gateway, adapter: str, seed: int = 0, **defaults: Any) -> Any:
@@ -168,6 +176,40 @@ def test_a_version_shows_its_tokenizer_and_compositions_want_one(
     assert "different tokenizers" in error["message"]
     gateway.admin("POST", "/adapters/acme/shown/smoke", {"prompts": ["hi"]})
     assert gateway.engines.smoke_tests[-1][1].tokenizer is not None
+
+
+def test_a_resized_vocabulary_keeps_its_own_rows_and_takes_its_tokenizer(
+    gateway: Gateway, folder: Path, tmp_path: Path
+) -> None:
+    peft = make_peft(tmp_path / "peft")
+    weights, name = peft / "adapter_model.safetensors", "base_model.model.{}.weight"
+    rows = np.random.default_rng(0).standard_normal((ROWS + 4, SHAPE.hidden), np.float32)
+    copies = {name.format(m): rows for m in ("lm_head", "model.embed_tokens")}
+    weights.write_bytes(save(load(weights.read_bytes()) | copies))
+    write_blob(peft, tmp_path / "blob")
+    blob = (tmp_path / "blob").read_bytes()
+    gateway.engines.changed = [*range(ROWS, ROWS + 4)]
+    version = gateway.upload("acme/resized", blob).json()
+    assert version["vocabulary"] == ROWS + 4
+    stored = load(gateway.catalog.store.get(blob_key(version["digest"])))
+    kept = stored["base_model.model.lm_head.modules_to_save.weight"]
+    np.testing.assert_array_equal(kept, rows[ROWS:])
+    gateway.post(CHAT, chat("acme/resized"))
+    adapter = gateway.engines.last.adapter
+    assert isinstance(adapter, AdapterRef)
+    assert adapter.vocabulary == ROWS + 4
+    with_more = gateway.upload("acme/resized", (tmp_path / "blob").read_bytes())
+    assert with_more.status_code == 200
+    tokenizer = read_tokenizer(folder)
+    last = tokenizer["added"][-1]
+    more = range(last["id"] + 1, ROWS + 5)
+    tokenizer["added"] += [last | {"id": at, "content": f"t{at}"} for at in more]
+    body = {"digest": version["digest"], "defaults": {"tokenizer": tokenizer}}
+    path = "/adapters/acme/resized/versions"
+    error = error_of(gateway.admin("POST", path, body), 400)
+    assert f"embeddings of {ROWS + 4} tokens" in error["message"]
+    tokenizer["added"].pop()
+    assert gateway.admin("POST", path, body).json()["version"] == 2
 
 
 def changed(tokenizer: Any, change: str) -> None:

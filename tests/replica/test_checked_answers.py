@@ -203,15 +203,16 @@ class TestChecks:
         assert wrong.error.startswith("g: at $.tags: ")
 
     def test_a_check_that_costs_too_much_is_given_up_and_hurts_nobody(self, builder):
-        schema = {"type": "array", "items": {"type": "object"}, "uniqueItems": True}
-        costly = json.dumps([{"n": n} for n in range(5000)])
-        said = [SaidChoice(text, ()) for text in ("[{}]", costly, "[{}]")]
+        twice = {f"d{n}": {"allOf": [{"$ref": f"#/$defs/d{n - 1}"}] * 2} for n in range(1, 40)}
+        schema = {"contains": {"$ref": "#/$defs/d39"}, "$defs": {"d0": True, **twice}}
+        schema |= {"type": "array", "items": {"type": "integer"}, "minContains": 1}
+        said = [SaidChoice(text, ()) for text in ("[]", "[1]", "[]")]
         call = asking(schema, strict=False)
         first, second, third = checked(builder, call, *said)
-        assert first == SchemaCheck(0, True)
+        assert first.valid is False
         assert second == SchemaCheck(1, None, sandbox.TOO_COMPLEX)
         assert third.valid is None
-        assert checked(builder, call, said[0]) == [SchemaCheck(0, True)]
+        assert checked(builder, call, said[0]) == [first]
 
     def test_a_busy_replica_says_that_it_has_not_checked(self, builder, monkeypatch):
         call = asking(TAGS, strict=False)
@@ -228,6 +229,23 @@ class TestChecks:
     @pytest.mark.parametrize("text", ["NaN", "1e999x", "", "[" * 5000])
     def test_what_is_no_json_is_said(self, text):
         assert broken_keyword({}, text).startswith("it is no JSON")
+
+    @pytest.mark.parametrize(
+        ("schema", "right", "wrong"),
+        [
+            ({"multipleOf": 0.01}, ("19.99", "1.15", "1e22"), ("1.155",)),
+            ({"pattern": r"^\d+$"}, ('"12"',), ('"12\\n"', '"\u0663"')),
+            ({"pattern": r"^\p{L}+$"}, ('"\u00e9"',), ('"1"',)),
+            ({"dependencies": {"a": ["b"]}}, ('{"a": 1, "b": 2}', '{"b": 2}'), ('{"a": 1}',)),
+        ],
+        ids=str,
+    )
+    def test_numbers_are_decimal_and_patterns_those_of_json_schema(self, schema, right, wrong):
+        """Unlike in the package jsonschema: findings/jsonschema_decimals.sh."""
+        assert [broken_keyword(schema, text) for text in right] == [None] * len(right)
+        (keyword,) = schema
+        for text in wrong:
+            assert broken_keyword(schema, text).startswith(f"at $: the value breaks $.{keyword}")
 
     def test_no_reference_out_of_the_schema_is_followed(self, monkeypatch):
         def opened(*_, **__):

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from demo.tasks import TASKS
 from lorikeet.catalog.reader import CatalogReader
 from lorikeet.catalog.store.object_store import open_store
 from lorikeet.errors import InvalidSetting
+from lorikeet.placement.learned_prompts import LearnedPrompts
 from lorikeet.protocol import response_stream as response_stream_module
 from lorikeet.protocol.messages import (
     AnswerHeader,
@@ -496,6 +498,22 @@ def test_a_learned_prompt_is_computed_once_and_found_by_its_tenant(settings, ref
         ((found,),) = (await replica.take_prefixes()).values()
         assert found.tokens[: 4 * 400] == learned.tokens
         assert round(found.requests) == 1, "the own tenant's, but the first"
+
+        for _ in range(9):
+            await cached_tokens(ref.tenant)
+        controller = LearnedPrompts(8)
+        controller.add(await replica.take_prefixes(), time.monotonic())
+        await until(
+            lambda report: any(a.residency is Residency.GPU for a in report.adapters), replica
+        )
+        wanted = controller.wanted([await replica.report()], time.monotonic())
+        decisions = {name: PlacementDecision(learned=each) for name, each in wanted.items()}
+        ((again,),) = wanted.values()
+        assert (again.ref, again.tokens[: 4 * 400]) == (ref, learned.tokens)
+        await replica.apply_plan(pickle.loads(pickle.dumps(decisions)))
+        async with asyncio.timeout(20):
+            while replica._prompts._progress[again.name].failure is not None:
+                await asyncio.sleep(0.01)
 
     run(settings, scenario)
 

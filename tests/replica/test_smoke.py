@@ -152,4 +152,7 @@ def test_a_replica_compares_rows_with_its_base_models(settings, ask):
         WholeModule("embed_tokens", "F32", digests),
         WholeModule("lm_head", "F32", digests[:-8]),
     ]
-    assert ask(lambda replica: replica.changed_rows(modules)) == {"embed_tokens": [3, 70]}
+    both = {"embed_tokens": [3, 70], "lm_head": [3, 70]}
+    assert ask(lambda replica: replica.changed_rows(modules)) == both
+    more = [WholeModule("lm_head", "F32", digests + digests[:16])]
+    assert ask(lambda replica: replica.changed_rows(more)) == {"lm_head": [3, 70, 262, 263]}

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from lorikeet.routing.ranking import H200_LLAMA_8B
+from lorikeet.simulator.drafting import Drafting
 from lorikeet.simulator.fleet import SimulatedFleet
 from lorikeet.simulator.traffic import Requests
 from lorikeet_engine.adapter import Residency
@@ -135,18 +136,12 @@ def test_a_system_prompt_that_is_computed_faster_is_not_fetched():
 
 @pytest.mark.parametrize("acceptance", [0.0, 0.3, 0.9])
 def test_drafts_shorten_decodes_that_nobody_waits_for(acceptance):
-    setup = replace(Scenario(replicas=1, warm_up_s=0.0).setup(), acceptance=acceptance)
+    drafting = Drafting("mtp", acceptance)
+    setup = replace(Scenario(replicas=1, warm_up_s=0.0).setup(), drafting=drafting)
     times_s, prompts, answers = np.array([0.0]), np.array([100]), np.array([200])
     fleet = SimulatedFleet(setup, Requests(times_s, np.array([-1]), prompts, answers))
     fleet.run()
     tokens = sum(fleet.gaps.values())
     gap_s = sum((at + 0.5) * 1e-4 * count for at, count in fleet.gaps.items()) / tokens
-    assert gap_s == pytest.approx(1 / STEPS.decodes_per_s(1, 0, 200, acceptance), abs=1e-4)
-    assert (gap_s < STEPS.step_s(1, 0, 200) / 1.5) == (acceptance == 0.9)
-
-
-def test_a_full_batch_gains_nothing_by_drafts():
-    for decodes in (200, 256):
-        alone = STEPS.decodes_per_s(decodes, 0, 300 * decodes)
-        assert alone == 1 / STEPS.step_s(decodes, 0, 300 * decodes)
-        assert STEPS.decodes_per_s(decodes, 0, 300 * decodes, 0.9) == alone
+    assert gap_s == pytest.approx(1 / drafting.per_s(STEPS, 1, 0, 200), abs=1e-4)
+    assert (gap_s < STEPS.step_s(1, 0, 200) / 1.4) == (acceptance == 0.9)

@@ -52,6 +52,20 @@ def test_an_unfinished_character_at_the_end_is_shown_as_a_replacement(tokenizer)
     assert "".join(run(Detokenizer(tokenizer, []), ids)).startswith("a\ufffd")
 
 
+@pytest.mark.parametrize("lacking", [1, 2, 3])
+def test_a_prompt_that_ends_within_a_character_is_not_repeated(tokenizer, lacking):
+    ids = tokenizer.encode("half a 🦜").ids
+    prompt, rest = ids[:-lacking], ids[-lacking:]
+    for answer, text in (
+        (tokenizer.encode("abc").ids, "abc"),
+        ([*rest, *tokenizer.encode("!é").ids], "🦜!é"),
+        ([*rest[:-1], *tokenizer.encode("ab").ids], "ab"),
+    ):
+        stream = Detokenizer(tokenizer, prompt)
+        assert "".join(run(stream, answer)) == text
+        assert stream.offsets[0] == 0
+
+
 def undecodable(tokenizer: Tokenizer, kind: str) -> tuple[Tokenizer, int]:
     """A tokenizer, and one of its tokens of which no number makes text."""
     if kind == "half a character":

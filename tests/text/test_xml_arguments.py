@@ -4,8 +4,9 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from lorikeet.errors import InvalidInput
-from lorikeet.protocol.messages import ToolUse
+from lorikeet.protocol.messages import Format, FormatKind, ToolUse
 from lorikeet.text.detokenizer import Vocabulary
+from lorikeet.text.grammars.format_grammar import format_grammar
 from lorikeet.text.grammars.tool_grammar import call_grammar
 from lorikeet.text.tools.syntax import QWEN_XML
 from tests.text.test_tool_calls import allows
@@ -22,6 +23,7 @@ def use_of(schema):
     return ToolUse(({"type": "function", "function": {"name": "f", "parameters": parameters}},))
 
 
+ASCII = r"^\w\d[^\w\\]\D$"
 HELD = [
     ({"type": "string"}, ["", "x", "12", "null", '"q"', "a < b\n</p", "\n"], ["a</parameter>b"]),
     ({"type": "string", "enum": ["a b", 'c"']}, ["a b", 'c"'], ["", "a", "a bc", '"a b"']),
@@ -31,6 +33,7 @@ HELD = [
     ({"type": "string", "pattern": "b"}, ["abc", "b"], ["ac"]),
     ({"type": "string", "pattern": "^a|c$"}, ["ab", "bc"], ["ba"]),
     ({"type": "string", "pattern": r"^\$\d\|"}, ["$1|x"], ["1|"]),
+    ({"type": "string", "pattern": ASCII}, ["a1-é", "_9.+"], ["é1-+", "a٣-+", "a1b+"]),
     ({"type": "string", "format": "date"}, ["2026-11-29"], ["29 November", "2026-13-01"]),
     ({"type": "string", "format": "date-time"}, ["2026-11-29T10:00:00Z"], ["2026-11-29"]),
     ({"type": "string", "format": "time"}, ["10:00:00.5+01:00"], ["10"]),
@@ -89,3 +92,11 @@ def test_values_are_held_to_their_schema(demo, schema, right, wrong):
 def test_a_value_that_cannot_be_held_is_refused_by_its_tool(demo, schema, said):
     with pytest.raises(InvalidInput, match=rf"tool f: .* at \$\.properties\.a: .*{said}"):
         call_grammar(use_of(schema), QWEN_XML, Vocabulary(demo.backend_tokenizer))
+
+
+def test_digits_and_letters_of_a_regular_expression_are_those_of_ascii(demo):
+    allowed = allows(demo, format_grammar(Format(ASCII, FormatKind.REGEX, "guided_regex")))
+    assert [text for text in ("a1-é", "_9.+", "é1-+", "a٣-+", "a1b+") if allowed(text)] == [
+        "a1-é",
+        "_9.+",
+    ]

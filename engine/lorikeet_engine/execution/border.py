@@ -7,7 +7,8 @@ The arena begins with EngineSettings.adapter_gpu_bytes and never has less. The K
 all the rest. They lend units of it, and always keep a quarter, and the pages of one sequence of
 max_context tokens. border_policy.py decides how many units move; a unit moves like this:
 
-to the arena      The KV cache allocates the unit's pages no more and drops those that are cached.
+to the arena      A unit with few pages of sequences, and many of the least recently used cached
+                  pages. The KV cache allocates its pages no more and drops those that are cached.
                   Sequences keep theirs until they end. Then the memory moves.
 to the KV pages   Cold adapters are evicted until the rest fits without the arena's last unit, whose
                   images move to holes. Then the memory moves.
@@ -19,6 +20,7 @@ the same units.
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
@@ -43,7 +45,7 @@ from lorikeet_engine.telemetry.status import BorderUsage
 log = logging.getLogger(__name__)
 
 _FIRST_NUMBER = 1 << 62  # of moves in reports; copies have smaller numbers
-_CANDIDATES = 32  # units of KV pages among which the one with the fewest used pages is chosen
+_CANDIDATES = 32  # units of KV pages among which one is chosen
 _MOST_DRAINING = 8  # units of KV pages that are withdrawn while sequences still have pages there
 
 
@@ -131,7 +133,6 @@ class Border:
         self._on_gpu = rank.arena.is_cuda
         self.policy = BorderPolicy(self._units + self._arena_units)
         self._wanted = 0
-        self._next_candidate = 0
         self._numbers = self._to_adapters = self._to_pages = 0
         self._broken = False
         self._decided_s = self._seen_s = time.monotonic()
@@ -202,11 +203,10 @@ class Border:
         most = self._arena_units + len(self._draining) >= self._most_units
         if most or len(self._in_kv) <= self._least_units or len(self._draining) >= _MOST_DRAINING:
             return 0
-        # unit 0 stays: padding of steps may name its first page
-        count = min(_CANDIDATES, self._units)
-        around = ((self._next_candidate + i) % self._units for i in range(count))
-        candidates = [unit for unit in around if unit in self._in_kv and unit]
-        self._next_candidate = (self._next_candidate + count) % self._units
+        pages = cache.least_recent(_CANDIDATES * self._unit.pages)
+        units = Counter(page // self._unit.pages for page in pages)
+        units.pop(0, None)  # stays: padding of steps may name its first page
+        candidates = [unit for unit, _ in units.most_common(_CANDIDATES)]
         if not candidates:
             return 0
         unit = min(candidates, key=lambda unit: cache.referenced(self._pages(unit)))

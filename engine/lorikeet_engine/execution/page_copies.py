@@ -11,7 +11,8 @@ On CUDA no step waits for a copy:
 A page that is stored is first gathered into one of two halves of a buffer on the device, right
 before the step that may write to it. The leading rank stores pages only if a half is free; the
 others are dropped. A fetch scatters pages behind all steps launched so far, since the last one may
-still read what was in those pages. The host waits for its end before a sequence shares the pages.
+still read what was in those pages. The host waits for its end before a step reads the pages: on a
+thread, or if the step has nothing else to compute (Fetch.in_step) right before its launch.
 
 A page's row on the host ends with the checksum (checksums.py) of its words, which is computed on
 the device when the page is stored, and again when it is fetched.
@@ -48,6 +49,7 @@ log = logging.getLogger(__name__)
 _WORD = torch.int64
 _HALF_BYTES = 256 << 20
 _PART_BYTES = 32 << 20
+_RUN_BYTES = 8 << 20  # of one copy on the bus, behind which small copies of steps may have to wait
 _AT_ONCE_BYTES = 272 << 20  # 5 ms of the bus, as for adapters (residency/gpu/image_copies.py)
 _PARTS_UNDER_WAY = 2
 _STATES_AT_ONCE = 4  # stored before one step
@@ -183,6 +185,13 @@ class RankPages:
         """
         return partial(self._fetch, copies, reads)
 
+    def begin(self, copies: Sequence[PageCopy]) -> Callable[[], int]:
+        """Begin to copy pages to the device, after all steps launched so far.
+
+        Returns a function that waits for the end and returns the number of damaged pages.
+        """
+        return self.fetch(copies)
+
     def write(self, copies: Sequence[DiskCopy]) -> Callable[[], int]:
         """Prepare to write to the file the pages that all stores launched so far have brought.
 
@@ -242,6 +251,7 @@ class CudaRankPages(RankPages):
             return torch.empty(count, self._host.shape[1], dtype=_WORD, device=self.device)
 
         self._halves, self._part = deque((rows(half), rows(half))), part
+        self._run = max(1, _RUN_BYTES // self.row_bytes)
         self._arriving = rows(part), rows(part)
         # By half, in the same order: the end of the last copy from it to the host.
         self._stored: deque[torch.cuda.Event | None] = deque((None, None))
@@ -274,7 +284,7 @@ class CudaRankPages(RankPages):
             rows[:, -1] = rows[:, :-1].sum(1)
         self._storing.wait_stream(computing)
         with torch.cuda.stream(self._storing):
-            for row, slot, count in _runs(copies):
+            for row, slot, count in _runs(copies, self._run):
                 into = self._host[slot : slot + count]
                 into.copy_(half[row : row + count], non_blocking=True)
         self._stored[1] = self._storing.record_event()
@@ -289,10 +299,26 @@ class CudaRankPages(RankPages):
 
         reads: pages to read from the file into their slots before.
         """
+        most = _PARTS_UNDER_WAY
+        if len(copies) * self.row_bytes <= _AT_ONCE_BYTES:
+            most = len(copies)
+        launch = partial(self._launch, copies, *self._before(copies), _by_slot(reads), most)
+        return lambda: launch()()
+
+    def begin(self, copies: Sequence[PageCopy]) -> Callable[[], int]:
+        """Launch a copy of pages to the device, all at once, after all steps launched so far."""
+        return self._launch(copies, *self._before(copies), {}, len(copies))
+
+    def _before(
+        self, copies: Sequence[PageCopy]
+    ) -> tuple[torch.cuda.Event, torch.cuda.Event | None]:
+        """Return the event after which pages on the device may be written to, and the event after
+        which no store writes to the pages' slots; None: none does now.
+        """
         launched = torch.cuda.current_stream(self.device).record_event()
         # The last store usually makes room for these very pages: the bus carries both at once.
         newest = not self._newest_slots.isdisjoint(copy.slot for copy in copies)
-        return partial(self._fetch_behind, copies, launched, self._stored[newest], _by_slot(reads))
+        return launched, self._stored[newest]
 
     def write(self, copies: Sequence[DiskCopy]) -> Callable[[], int]:
         """Prepare to write to the file the pages that all stores launched so far have brought."""
@@ -302,22 +328,23 @@ class CudaRankPages(RankPages):
         stores.synchronize()
         return self._write(copies)
 
-    def _fetch_behind(
+    def _launch(
         self,
         copies: Sequence[PageCopy],
         steps: torch.cuda.Event,
         stores: torch.cuda.Event | None,
         reads: Mapping[int, DiskCopy],
-    ) -> int:
-        """Copy pages from the host in parts; wait; return the number of damaged ones.
+        most: int,
+    ) -> Callable[[], int]:
+        """Launch copies of pages from the host in parts.
 
-        steps: event after which the pages on the device may be written to.
-        stores: event after which no store writes to the pages' slots; None: none does now.
+        Returns a function that waits for the end and returns the number of damaged pages.
+
+        steps, stores: events of `_before`.
         reads: pages to read from the file then, by their slots.
+        most: number of parts under way above which to wait for the first one's end.
         """
-        most, lost = _PARTS_UNDER_WAY, 0
-        if len(copies) * self.row_bytes <= _AT_ONCE_BYTES:
-            most = len(copies)
+        lost = 0
         under_way, begins = deque[torch.cuda.Event](), range(0, len(copies), self._part)
         if reads and stores is not None:
             stores.synchronize()
@@ -339,10 +366,24 @@ class CudaRankPages(RankPages):
                     over.record(self._scattering)
                     under_way.append(over)
                 result = Download(damaged)
-            return int(result.wait()) + lost
-        finally:  # after an error, too: the pages then go to other sequences
-            self._fetching.synchronize()
-            self._scattering.synchronize()
+        except BaseException:
+            self._end_copies()
+            raise
+
+        def wait_for_end() -> int:
+            try:
+                return int(result.wait()) + lost
+            finally:
+                self._end_copies()
+
+        return wait_for_end
+
+    def _end_copies(self) -> None:
+        """Wait for all copies to the device; after an error, too, since other sequences then get
+        the pages.
+        """
+        self._fetching.synchronize()
+        self._scattering.synchronize()
 
     def _fetch_part(self, copies: Sequence[PageCopy], arriving: torch.Tensor) -> torch.Tensor:
         """Launch copies of pages; return the number of damaged ones, on the device.
@@ -351,7 +392,7 @@ class CudaRankPages(RankPages):
         """
         rows = arriving[: len(copies)]
         with torch.cuda.stream(self._fetching):
-            for row, slot, count in _runs(copies):
+            for row, slot, count in _runs(copies, self._run):
                 source = self._host[slot : slot + count]
                 rows[row : row + count].copy_(source, non_blocking=True)
         self._scattering.wait_stream(self._fetching)
@@ -422,19 +463,37 @@ class PageCopies:
         self._worker = Workers(1, "kv-pages")
         self._waits = memory.waits or followers is not None
         self._under_way: dict[Fetch, Future[int]] = {}
+        self._in_step: tuple[Fetch, Callable[[], int]] | None = None
         self._writer = Workers(1, "kv-disk") if memory.places else None
         self._writing: tuple[WritePages, Future[int]] | None = None
         self._disk_fails = False
         self._commands = 0
 
+    @property
+    def in_step(self) -> bool:
+        """Whether the planned step waits for a fetch."""
+        return self._in_step is not None
+
+    def end_in_step(self, cache: KVCache) -> frozenset[int]:
+        """Wait for the fetch for which the planned step waits, if there is one.
+
+        Returns the pages on the GPU that it was to bring if any of them is damaged, else none.
+        """
+        if self._in_step is None:
+            return frozenset()
+        (fetch, run), self._in_step = self._in_step, None
+        future = self._under_way[fetch]
+        _set_result(future, run, len(fetch.copies))
+        if not future.result():
+            return frozenset()  # `before_plan` ends it: the step comes first
+        self._end_fetch(fetch, cache)
+        return frozenset(copy.page for copy in fetch.copies)
+
     def before_plan(self, cache: KVCache) -> None:
         """End copies that are over; tell the cache how many pages may be stored in this step."""
         assert cache.host is not None, "copies without host memory"
         for fetch in [each for each, future in self._under_way.items() if future.done()]:
-            damaged = self._under_way.pop(fetch).result()
-            if damaged:
-                log.error("kv_pages_damaged", extra={"pages": damaged})
-            cache.end_fetch(fetch, damaged > 0)
+            self._end_fetch(fetch, cache)
         cache.host.room = self._own.room
         if cache.host_states is not None and self.memory.states is not None:
             cache.host_states.room = self.memory.states.room
@@ -470,12 +529,15 @@ class PageCopies:
 
         Returns False if they have not ended, so that they may overwrite later pages.
         """
+        if self._in_step is not None:
+            fetch, run = self._in_step
+            _set_result(self._under_way[fetch], run, len(fetch.copies))
         futures = [*self._under_way.values()]
         if self._writing is not None:
             futures.append(self._writing[1])
         ended = not wait(futures, _ABANDON_S).not_done
         self._under_way.clear()
-        self._writing = None
+        self._writing = self._in_step = None
         return ended
 
     def read_s(self, size: int) -> float:
@@ -494,7 +556,19 @@ class PageCopies:
             states, state_reads = (fetch.state.copy,), fetch.state.arrival.reads
         number, reads = self._next_number(), fetch.arrival.reads
         command = FetchPages(number, fetch.copies, states, reads, state_reads)
-        self._under_way[fetch] = self._begin(command, self._worker)
+        if fetch.in_step:
+            begin = partial(_launched, self._own, fetch.copies)
+            self._in_step = fetch, self._of_all_ranks(command, begin)
+            self._under_way[fetch] = Future[int]()
+            self._wake()  # in case that no step is launched
+        else:
+            self._under_way[fetch] = self._begin(command, self._worker)
+
+    def _end_fetch(self, fetch: Fetch, cache: KVCache) -> None:
+        damaged = self._under_way.pop(fetch).result()
+        if damaged:
+            log.error("kv_pages_damaged", extra={"pages": damaged})
+        cache.end_fetch(fetch, damaged > 0)
 
     def _begin_writing(self, host: HostPages, states: HostPages | None, writer: Workers) -> None:
         pages = host.begin_writes()
@@ -529,26 +603,14 @@ class PageCopies:
         return -self._commands
 
     def _begin(self, command: FetchPages | WritePages, worker: Workers) -> Future[int]:
-        """Begin a copy in all ranks; return the number of damaged pages, or 1 after an error."""
-        future, run = Future[int](), command.prepare(self.memory)
-        if self._followers is not None:
-            others = self._followers.expect_copy(command.number)
-            self._followers.send(command)
-            own = run
-
-            def run() -> int:
-                try:
-                    damaged = own()
-                finally:  # after an error, too: the other ranks still write to the pages
-                    of_others = others.wait()
-                return damaged + sum(of_others)
+        """Begin a copy in all ranks; return the number of damaged pages, or as many as there are
+        after an error.
+        """
+        future = Future[int]()
+        run = self._of_all_ranks(command, partial(command.prepare, self.memory))
 
         def copy() -> None:
-            try:
-                future.set_result(run())
-            except Exception:
-                log.exception("kv_pages_not_copied")
-                future.set_result(max(1, len(command.copies)))
+            _set_result(future, run, len(command.copies))
             self._wake()
 
         if self._waits:
@@ -556,6 +618,52 @@ class PageCopies:
         else:
             copy()
         return future
+
+    def _of_all_ranks(
+        self, command: FetchPages | WritePages, prepare: Callable[[], Callable[[], int]]
+    ) -> Callable[[], int]:
+        """Send a command to the other ranks, and prepare this rank's part of it.
+
+        Returns a function that ends the part, waits for the other ranks and returns the number of
+        damaged pages in all.
+
+        prepare: returns a function that ends this rank's part.
+        """
+        if self._followers is None:
+            return prepare()
+        others = self._followers.expect_copy(command.number)
+        self._followers.send(command)
+        own = prepare()
+
+        def run() -> int:
+            try:
+                damaged = own()
+            finally:  # after an error, too: the other ranks still write to the pages
+                of_others = others.wait()
+            return damaged + sum(of_others)
+
+        return run
+
+
+def _launched(pages: RankPages, copies: Sequence[PageCopy]) -> Callable[[], int]:
+    """Begin to copy pages to the device; return a function that raises the error if that fails, or
+    else ends the copy.
+    """
+    try:
+        return pages.begin(copies)
+    except Exception as error:
+        failed = Future[int]()
+        failed.set_exception(error)
+        return failed.result
+
+
+def _set_result(future: Future[int], run: Callable[[], int], pages: int) -> None:
+    """Run a copy, and set its result; after an error, all its `pages` count as damaged."""
+    try:
+        future.set_result(run())
+    except Exception:
+        log.exception("kv_pages_not_copied")
+        future.set_result(max(1, pages))
 
 
 def allocate_rank_memory(
@@ -715,10 +823,14 @@ def _row_words(words: torch.Tensor) -> int:
     return -(-words[:, :1].nbytes // _WORD.itemsize)
 
 
-def _runs(copies: Sequence[PageCopy]) -> Iterator[tuple[int, int, int]]:
-    """Yield (index of the first copy, its slot, number of copies) of runs of consecutive slots."""
+def _runs(copies: Sequence[PageCopy], most: int) -> Iterator[tuple[int, int, int]]:
+    """Yield (index of the first copy, its slot, number of copies) of runs of consecutive slots.
+
+    most: largest number of copies in a run.
+    """
     begin = 0
     for at in range(1, len(copies) + 1):
-        if at == len(copies) or copies[at].slot != copies[at - 1].slot + 1:
+        is_full = at - begin == most
+        if is_full or at == len(copies) or copies[at].slot != copies[at - 1].slot + 1:
             yield begin, copies[begin].slot, at - begin
             begin = at

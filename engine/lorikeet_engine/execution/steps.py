@@ -361,13 +361,18 @@ def compute(
     settings: EngineSettings,
     previous: InFlightStep | None,
     expected: ExpectedStep | None,
-) -> ForwardPass:
-    """Launch the forward pass of a plan's chunks; the host waits for nothing.
+    pages_arrive: Callable[[], bool] = lambda: True,
+) -> ForwardPass | None:
+    """Launch the forward pass of a plan's chunks; the host waits for nothing but `pages_arrive`.
+
+    Returns None, and launches nothing, if `pages_arrive` returns False.
 
     previous: the previous step, if the host has not read it yet; its sampled tokens are copied into
         this step's input on the device.
     expected: time that this step should take, to compare with its measured time; None: it is not
         compared.
+    pages_arrive: waits for KV pages from the host that the chunks need; returns whether they came
+        undamaged.
     """
     launched_s, chunks = time.perf_counter(), group_by_adapter(plan.chunks)
     sampled = previous.sample.tokens if previous else None
@@ -377,6 +382,8 @@ def compute(
     scores = PromptScores(divided, plan.scored, settings.max_running) if plan.scored else None
     pooled = _pooled(in_batch, runner)
     batch = step_input.upload(torch.device(settings.device), sampled)
+    if not pages_arrive():
+        return None
     runner.share(step_input, sampled, scores)
     logits = runner.forward(batch, _Readers.of(scores, pooled))
     launch = StepLaunch(launched_s, len(chunks), len(batch.segments or ()), expected)

@@ -47,14 +47,17 @@ from random import Random
 from statistics import fmean
 from typing import NamedTuple
 
-from lorikeet_engine.costs import DRAFT_GAP_S, LEAST_DRAFT_GAIN, MOST_DRAFTED, StepCosts
+from lorikeet_engine.costs import (
+    DRAFT_GAP_S,
+    LEAST_DRAFT_GAIN,
+    MOST_DRAFTED,
+    MOST_NOISE,
+    StepCosts,
+)
 from lorikeet_engine.request import DraftSource
 from lorikeet_engine.scheduling.forced_budget import ForcedPieces
 from lorikeet_engine.scheduling.recent_answers import RecentAnswers
 from lorikeet_engine.scheduling.sequence import AdapterLease, Chunk, Sequence
-
-MOST_NOISE = 8
-"""Maximum number of noise tokens behind a sequence in a step."""
 
 # Acceptance below which no draft is made.
 _LEAST_ACCEPTANCE = 0.25

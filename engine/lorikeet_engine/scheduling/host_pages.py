@@ -25,6 +25,8 @@ from typing import NamedTuple
 
 from lorikeet_engine.costs import StepCosts, seen_tokens
 
+IN_STEP_S = 0.01
+"""Longest expected copy of pages to the GPU, in seconds, for which a step waits."""
 _MOST_SPARED = 64  # pages looked at to store one page
 _MOST_LOOKED_AT = 1024  # pages looked at for those to write to the disk
 
@@ -117,6 +119,8 @@ class Fetch:
         the fetch holds a reference to each, so that none is evicted.
     state: state behind the prefix, if it is copied, too.
     over: whether the fetch has ended.
+    in_step: whether sequences share the pages before the fetch is over. The planned step then waits
+        for the fetch before it is launched.
     """
 
     arrival: Arrival
@@ -124,6 +128,7 @@ class Fetch:
     kept: list[list[int]]
     state: StateFetch | None = None
     over: bool = False
+    in_step: bool = False
 
 
 class PageSlots:
@@ -408,6 +413,14 @@ class HostPages(PageSlots):
         self._fetching += len(pages)
         self._reading += len(reads)
         return Arrival(pages, tuple(reads))
+
+    def is_short(self, arrival: Arrival) -> bool:
+        """Whether a fetch that was just begun needs no disk, is the only one under way, and is
+        expected to end within IN_STEP_S.
+        """
+        if arrival.reads or self._fetching > len(arrival.pages):
+            return False
+        return self._fetch_s(len(arrival.pages) * self.page_bytes) <= IN_STEP_S
 
     def cancel_fetch(self, arrival: Arrival) -> None:
         """End a fetch that copies nothing."""

@@ -19,7 +19,9 @@ an answer of A tokens and probability p of a next turn, an interval of √(2 A /
 least: 64 for A = 600 and p = 0.3.
 
 Pages that leave the cache may be stored in host memory, and then on the disk (host_pages.py). A
-waiting sequence whose prefix continues there fetches the pages before it begins.
+waiting sequence whose prefix continues there fetches the pages before it begins. A sequence that is
+alone begins at once if the fetch is short: its step is laid out while the pages come, and launched
+when they are there.
 """
 
 import hashlib
@@ -434,24 +436,30 @@ class KVCache(PagePool):
         kv.awaited = keys[end - 1] if end > found else None
         return end > found
 
-    def awaits_fetch(self, kv: SequencePages, spare: int) -> bool:
+    def awaits_fetch(self, kv: SequencePages, spare: int, *, alone: bool = False) -> bool:
         """Whether a sequence without pages waits for pages of its prefix from host memory or disk.
 
         Begins to fetch pages if that pays, once for each time that the sequence waits: with those
         that only the disk has, else without them.
 
         spare: number of other sequences; one free page per group is left for each of them.
+        alone: whether there is no other sequence. The sequence then need not wait for a short
+            fetch: the step that is being planned does (Fetch.in_step).
         """
         if self.host is None:
             return False
         if kv.fetch is not None and not kv.fetch.over:
             return True
-        if self.host.disk is not None and self._awaits_fetch(kv, spare, with_disk=True):
-            return True
-        return self._awaits_fetch(kv, spare, with_disk=False)
+        fetch = None
+        if self.host.disk is not None:
+            fetch = self._wanted_fetch(kv, spare, with_disk=True)
+        fetch = fetch or self._wanted_fetch(kv, spare, with_disk=False)
+        if fetch is not None and alone:
+            self._share_early(fetch)
+        return fetch is not None and not fetch.in_step
 
-    def _awaits_fetch(self, kv: SequencePages, spare: int, *, with_disk: bool) -> bool:
-        """Whether a sequence waits for pages of its prefix, if that pays.
+    def _wanted_fetch(self, kv: SequencePages, spare: int, *, with_disk: bool) -> Fetch | None:
+        """Return the fetch of pages of a sequence's prefix; begin it if there is none and it pays.
 
         with_disk: whether to count pages that only the disk has.
         """
@@ -462,7 +470,7 @@ class KVCache(PagePool):
             hit = self.states.longest(keys[:hit])
             end = self._longest_with_host(keys[:end], with_disk=with_disk)
         if end <= hit:
-            return False
+            return None
         begins = self._needed_from(end)
         lacking = [
             (group, key)
@@ -490,16 +498,27 @@ class KVCache(PagePool):
             if kv.fetch is None:
                 kv.cached_before = hit * self.page_size
             kv.fetch = fetch
-        return fetch is not None
+        return fetch
+
+    def _share_early(self, fetch: Fetch) -> None:
+        """Let sequences share the pages of a short fetch that has not begun to copy yet."""
+        assert self.host is not None, "a fetch without a host"
+        is_new = fetch in self.host.to_fetch and fetch.state is None
+        if is_new and self.host.is_short(fetch.arrival):
+            fetch.in_step = True
+            for cached, (_, page) in zip(fetch.arrival.pages.values(), fetch.copies, strict=True):
+                self.publish(page, cached.key, cached.adapter, cached.group, cached.tenant)
 
     def end_fetch(self, fetch: Fetch, damaged: bool) -> None:
         """Let sequences share the pages that a fetch has brought; drop them if they are damaged."""
         assert self.host is not None, "a fetch without a host"
+        if fetch.in_step and damaged:
+            self.forget(copy.page for copy in fetch.copies)
         for (slot, cached), (_, page) in zip(
             fetch.arrival.pages.items(), fetch.copies, strict=True
         ):
             del self._arriving[cached.group, cached.key]
-            if not damaged and self.host.has(cached, slot):
+            if not (damaged or fetch.in_step) and self.host.has(cached, slot):
                 self.publish(page, cached.key, cached.adapter, cached.group, cached.tenant)
         if fetch.state is not None:
             self._end_state_fetch(fetch.state, damaged)

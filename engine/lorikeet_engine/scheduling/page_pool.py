@@ -5,8 +5,9 @@ page that can still be written has one owner. A page without references keeps it
 contents until it is allocated again; the least recently used page is allocated first.
 """
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Reversible
+from itertools import islice
 
 
 class PagePool:
@@ -136,6 +137,24 @@ class PagePool:
     def referenced(self, pages: Iterable[int]) -> int:
         """Return the number of these pages that sequences have."""
         return sum(self._references[page] > 0 for page in pages)
+
+    def freed_by(self, pages: Iterable[int], dropped: Counter[int]) -> int:
+        """Return how many of a sequence's pages would become free without its references, and those
+        in `dropped`; add the sequence's references to `dropped`.
+
+        dropped: number of references that are to be dropped, too, by page.
+        """
+        freed = 0
+        for page in pages:
+            dropped[page] += 1
+            freed += dropped[page] == self._references[page] and not self._withdrawn[page]
+        return freed
+
+    def least_recent(self, most: int) -> list[int]:
+        """Return the free pages that would be allocated first: those without a key, then the least
+        recently used ones.
+        """
+        return list(islice(self._free, most))
 
     def withdraw(self, pages: Iterable[int]) -> None:
         """Allocate and share these pages no more; those with references stay until they have none.

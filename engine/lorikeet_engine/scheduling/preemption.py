@@ -16,6 +16,7 @@ Sequences in the background give way to all others without the second condition.
 
 from collections import Counter
 from collections.abc import Callable
+from itertools import chain
 
 from lorikeet_engine.scheduling.fairness import VirtualCounter
 from lorikeet_engine.scheduling.kv_cache import KVCache
@@ -58,12 +59,17 @@ def sequences_to_preempt(
         return []
     pages = cache.most_pages(waiting.length)
     lacking = cache.pages_lacking(pages, len(active))
-    giving = _giving_way(waiting, active, pages, lacking, _pages_of)
+    dropped = Counter[int]()
+
+    def frees(sequence: Sequence) -> int:
+        return cache.freed_by(chain(*sequence.kv.pages), dropped)
+
+    giving = _giving_way(waiting, active, pages, lacking, _pages_of, frees)
     if giving is None:
         return []
     if giving or len(active) < max_running:
         return giving
-    return _giving_way(waiting, active, 1, 1, lambda _: 1) or []
+    return _giving_way(waiting, active, 1, 1, lambda _: 1, lambda _: 1) or []
 
 
 def furthest_ahead_last(sequence: Sequence) -> tuple[tuple[bool, float], int]:
@@ -81,18 +87,21 @@ def _giving_way(
     wanted: int,
     lacking: int,
     holds: Callable[[Sequence], int],
+    frees: Callable[[Sequence], int],
 ) -> list[Sequence] | None:
-    """Choose sequences to preempt until they hold `lacking` slots or pages.
+    """Choose sequences to preempt until they free `lacking` slots or pages.
 
     A sequence may be preempted if it is in the background and the waiting one is not, or if its
     tenant has got more service than the waiting one's and holds more than _TIMES_AS_MUCH times as
-    much, by their weights. Returns None if all such sequences hold fewer than `lacking`.
+    much, by their weights. Returns None if all such sequences free fewer than `lacking`.
 
     active: running sequences that still compute tokens.
     wanted: number of slots or pages that the waiting sequence needs in all; they count as held by
         its tenant.
     lacking: number of slots or pages to free; 0 or less: none.
-    holds: returns the slots or pages that a sequence holds.
+    holds: returns the slots or pages that a sequence holds, shared ones included.
+    frees: returns those that become free when a sequence is preempted, after those for which it
+        was called before.
     """
     own, held = waiting.cost.counter, Counter[VirtualCounter]()
     for sequence in active:
@@ -107,7 +116,7 @@ def _giving_way(
         if in_background or held[counter] / counter.weight > _TIMES_AS_MUCH * share:
             giving.append(sequence)
             held[counter] -= holds(sequence)
-            lacking -= holds(sequence)
+            lacking -= frees(sequence)
     return giving if lacking <= 0 else None
 
 

@@ -2,8 +2,9 @@
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple
 
 from lorikeet_engine.adapter import Composition, Residency
@@ -327,6 +328,15 @@ class Scheduler:
         if chunk.pages is kv.pages:  # else preempted since the step was planned
             self._cache.publish_written(kv, chunk.end)
 
+    def withdraw(self, pages: Container[int]) -> None:
+        """Have the running sequences with any of these KV pages wait again.
+
+        No step that was launched may read the pages.
+        """
+        for sequence in list(self.running):
+            if any(page in pages for page in chain(*sequence.kv.pages)):
+                self._preempt(sequence)
+
     def finish(self, sequence: Sequence) -> None:
         """Remove a sequence that has its last token, and free its resources.
 
@@ -587,7 +597,8 @@ class Scheduler:
                 if not ready:
                     continue
                 running = active + len(begun)  # each must still be able to grow by a page
-                if self._cache.awaits_fetch(sequence.kv, running):
+                alone = not self.running and len(self.waiting) == 1
+                if self._cache.awaits_fetch(sequence.kv, running, alone=alone):
                     continue
                 slot = running < self._limits.sequences
                 if slot and running + self._drafted >= self._limits.sequences:

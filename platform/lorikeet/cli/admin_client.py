@@ -110,10 +110,13 @@ class AdminClient:
                 f"nothing answers at {self.address}: start the service, or give its address"
                 " with --server or LORIKEET_SERVER"
             ) from error
+        except (httpx.UnsupportedProtocol, httpx.InvalidURL, UnicodeEncodeError) as error:
+            raise LorikeetError(
+                f"cannot ask {self.address}: {str(error).rstrip('.')}: give --server or"
+                " LORIKEET_SERVER an address such as http://127.0.0.1:8001"
+            ) from error
         except httpx.HTTPError as error:
             raise ServerUnavailable(f"cannot ask {self.address}: {error}") from error
-        except (httpx.InvalidURL, UnicodeEncodeError) as error:
-            raise LorikeetError(f"cannot ask {self.address}: {error}") from error
 
     def _checked_key(self) -> str:
         if not self._key:

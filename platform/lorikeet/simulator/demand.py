@@ -6,6 +6,7 @@ from functools import cached_property
 
 import numpy as np
 
+from lorikeet.simulator.drafting import NO_DRAFTS, Drafting
 from lorikeet.simulator.traffic import BASE_MODEL, Requests
 from lorikeet.simulator.workload_models import (
     GammaArrivals,
@@ -52,8 +53,7 @@ class SimulatedDemand:
     base_lengths, base_rate_per_s: lengths and rate of the requests without an adapter.
     cv: coefficient of variation of the gaps between requests.
     context: limit on the tokens of a prompt with its answer.
-    acceptance: probability that a drafted token of an answer comes true if all before it do; 0:
-        replicas do not speculate.
+    drafting: drafts of the answers' tokens; by default none come true.
     """
 
     tenants: Sequence[SimulatedTenant]
@@ -61,7 +61,7 @@ class SimulatedDemand:
     base_rate_per_s: float = 0.0
     cv: float = 1.0
     context: int = 8192
-    acceptance: float = 0.0
+    drafting: Drafting = NO_DRAFTS
 
     @property
     def rate_per_s(self) -> float:

@@ -224,7 +224,7 @@ def _run(needs: CapacityNeeds, replicas: int, pins: Mapping[str, int], seed: int
         kv_host_tokens=memory.kv_host_bytes // memory.kv_token_bytes,
         kv_token_bytes=memory.kv_token_bytes,
         pins={adapter: int(copies[adapter]) for adapter in np.flatnonzero(copies).tolist()},
-        acceptance=demand.acceptance,
+        drafting=demand.drafting,
         warm_up_s=WARM_UP_S,
         seed=seed,
         costs=needs.costs,

@@ -297,11 +297,10 @@ class SimulatedReplica:
             self._fleet.schedule(next_s, partial(self._step, self._next_step))
 
     def _decodes_per_s(self) -> float:
-        """Return each decoding request's tokens per second, with drafts if no request waits."""
+        """Return each decoding request's tokens per second, with drafts."""
         status = self.status
-        acceptance = 0.0 if self.queue else self._fleet.setup.acceptance
         at_once = status.running, status.ranks, status.context
-        return self._steps.decodes_per_s(*at_once, acceptance)
+        return self._fleet.setup.drafting.per_s(self._steps, *at_once)
 
     def _begin_prompts(self, now_s: float) -> None:
         """Begin a step with as many prompt tokens as its token limit allows beside the decodes."""

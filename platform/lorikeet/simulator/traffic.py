@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from lorikeet.routing.ranking import H200_LLAMA_8B, CostCoefficients
+from lorikeet.simulator.drafting import NO_DRAFTS, Drafting
 from lorikeet.simulator.workload_models import Floats, Ints
 
 BYTES_PER_RANK = 5_242_880  # Llama-3.1-8B, all 7 linears, bf16
@@ -46,7 +47,7 @@ class FleetSetup:
     pins: adapter → number of replicas that keep it on the GPU.
     gateways: number of routers, which take turns.
     status_age_s: largest age of a gateway's view of replicas.
-    acceptance: probability that a drafted token comes true; 0: replicas do not speculate.
+    drafting: drafts of the replicas; by default none come true.
     warm_up_s: simulated time at the start that is not counted.
     """
 
@@ -63,7 +64,7 @@ class FleetSetup:
     pins: Mapping[int, int] = field(default_factory=dict)
     gateways: int = 4
     status_age_s: float = 0.15
-    acceptance: float = 0.0
+    drafting: Drafting = NO_DRAFTS
     warm_up_s: float = 0.0
     seed: int = 1
     costs: CostCoefficients = H200_LLAMA_8B

@@ -28,6 +28,7 @@ _MAX_UNDECODED = 64
 
 Each further token decodes all held-back tokens again.
 """
+_REPLACEMENT = "\ufffd"  # stands for bytes that are no character
 _PART_TOKENS = 3  # longest incomplete UTF-8 character, at one byte a token
 
 
@@ -185,7 +186,8 @@ class Detokenizer:
         self._hidden = hidden or frozenset()
         self._skip_special = hidden is None
         self._context = list(prompt[-_CONTEXT_TOKENS:])  # tokens before the undecoded ones
-        self._decoder = self._new_decoder()
+        self._repeated = ""  # text that the decoder will return once more
+        self._begin()
         self._stop_strings, self._may_stop = stop, bool(stop)
         self._min_tokens = min_tokens
         self._reasoning = reasoning
@@ -225,8 +227,7 @@ class Detokenizer:
         """
         if self.stopped:
             return ""
-        rest = self._tokenizer.decode(self._undecoded, skip_special_tokens=self._skip_special)
-        certain = self._advance(rest, last=True)
+        certain = self._advance(self._text_of(self._undecoded), last=True)
         if self.stopped:
             self._sent += len(certain)
             self._count_sent()
@@ -246,6 +247,9 @@ class Detokenizer:
         text = self._decoder.step(self._tokenizer, token_id)
         if text is None:
             return ""
+        if self._repeated:
+            text = _behind(self._repeated, text)
+            self._repeated = ""
         self._context = self._undecoded[-_CONTEXT_TOKENS:]
         self._undecoded.clear()
         self._note_decoded(len(text), self.tokens)
@@ -257,17 +261,25 @@ class Detokenizer:
         The last tokens go on waiting, since they may be the first part of a character.
         """
         settled, rest = self._undecoded[:-_PART_TOKENS], self._undecoded[-_PART_TOKENS:]
-        before, both = (
-            str(self._tokenizer.decode(ids, skip_special_tokens=self._skip_special))
-            for ids in (self._context, self._context + settled)
-        )
-        text = both[len(before) :]
+        before, both = map(self._text_of, (self._context, self._context + settled))
+        text = _behind(before, both)
         self._note_decoded(len(text), self.tokens - len(rest))
-        self._undecoded, self._decoder = [], self._new_decoder()
+        self._undecoded = []
+        self._begin()
         return text + "".join(map(self._take, rest))
 
-    def _new_decoder(self) -> DecodeStream:
-        return DecodeStream(ids=self._context, skip_special_tokens=self._skip_special)
+    def _begin(self) -> None:
+        """Begin to decode behind the context.
+
+        A decoder whose context ends in an incomplete character repeats the context's text in the
+        first text that it returns.
+        """
+        self._decoder = DecodeStream(ids=self._context, skip_special_tokens=self._skip_special)
+        before = self._text_of(self._context)
+        self._repeated = before if before.endswith(_REPLACEMENT) else ""
+
+    def _text_of(self, token_ids: list[int]) -> str:
+        return str(self._tokenizer.decode(token_ids, skip_special_tokens=self._skip_special))
 
     def _note_decoded(self, characters: int, tokens: int) -> None:
         """Record newly decoded characters, and the number of all tokens decoded so far."""
@@ -303,3 +315,9 @@ class Detokenizer:
         end = len(self._held) - self._stop_strings.partial_length(self._held)
         certain, self._held = self._held[:end], self._held[end:]
         return certain
+
+
+def _behind(before: str, text: str) -> str:
+    """Return a text without the beginning that it shares with `before`."""
+    pairs = enumerate(zip(before, text, strict=False))
+    return text[next((at for at, (one, other) in pairs if one != other), len(before)) :]

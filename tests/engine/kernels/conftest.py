@@ -59,7 +59,8 @@ def _covering(cases: list[Values], size: int) -> list[Values]:
 def exact_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have the interpreter, if this process runs it, cast FP8 as a GPU does.
 
-    By itself it cuts digits off where a GPU rounds, and knows no NaN of E4M3: torch casts instead.
+    By itself it halves numbers that round up to some powers of two, does not saturate, and knows no
+    NaN of E4M3 (findings/triton_interpreter_casts.sh): torch casts instead.
     """
     if not INTERPRETED:
         return

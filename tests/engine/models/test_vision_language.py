@@ -64,6 +64,7 @@ MODELS = {
             "model_type": "gemma3_text",
             "head_dim": 32,
             "query_pre_attn_scalar": 24,
+            "final_logit_softcapping": 0.5,
             "sliding_window": 24,
             "tie_word_embeddings": True,
         },

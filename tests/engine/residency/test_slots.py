@@ -338,6 +338,36 @@ def test_evictable_adapters_are_evicted_before_others_are_moved(leased, left, mo
     assert all(leases)
 
 
+@pytest.mark.parametrize(
+    ("leased", "sizes", "end", "left"),
+    [
+        ("ac", (96, 32, 96, 32, 64), 256, "ac"),  # the last moves to two holes that were one
+        ("ace", (32, 32, 32, 32, 64), 128, None),  # the last fits neither of two holes
+        ("a", (32, 48, 160), 224, "a"),  # the last is too large for the hole of b
+        ("", (64, 64, 32), 160, "abc"),
+    ],
+)
+def test_adapters_are_evicted_only_if_the_end_of_the_arena_can_then_be_cut(
+    leased, sizes, end, left
+):
+    pool = pool_of()
+    pool.least = 64
+    adapters = GpuAdapters(pool, pool.arena, LeastRecentlyUsed(), itertools.count().__next__)
+    names = "abcde"[: len(sizes)]
+    for name, size in zip(names, sizes, strict=True):
+        put(adapters, AdapterRef("acme", name, 1, name), whole(size))
+    leases = [adapters.lease(name) for name in leased]
+    assert all(leases)
+    if pool.used_elements < pool.elements:
+        assert adapters.cut(pool.elements - pool.used_elements)
+    before = pool.elements
+    could = before == end or adapters.cut(before - end)
+    assert could == (left is not None)
+    assert pool.elements == (end if could else before)
+    now = "".join(sorted(resident.ref.name for resident in adapters.snapshot()))
+    assert now == (left or names)
+
+
 def test_images_of_many_sizes_fill_the_arena_without_moves():
     """Random victims; adapters of ranks 4 to 256, a quarter on q and v alone."""
 

@@ -6,10 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from lorikeet_engine.costs import MOST_DRAFTED, StepCosts
+from lorikeet_engine.costs import MOST_DRAFTED, MOST_NOISE, StepCosts
 from lorikeet_engine.request import DraftSource, SchedulingParams
 from lorikeet_engine.scheduling import draft_budget
-from lorikeet_engine.scheduling.draft_budget import MOST_NOISE, DraftBudget, Drafts
+from lorikeet_engine.scheduling.draft_budget import DraftBudget, Drafts
 from lorikeet_engine.scheduling.forced_budget import ForcedPieces
 from lorikeet_engine.scheduling.step_budget import PromptBudget, StepBudget
 from tests.engine.scheduler_harness import FixedBudget, SchedulerHarness

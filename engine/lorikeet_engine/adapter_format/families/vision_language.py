@@ -57,7 +57,11 @@ _QWEN_VL = {
 _QWEN3_VL = {"head_dim": 128, "max_position_embeddings": 128_000, "rope_theta": 500_000.0}
 # By the model_type in text_config.
 TEXT_DECODERS: Mapping[str, TextDecoder] = {
-    "gemma3_text": TextDecoder("gemma3_text", _sizes(2304, 9216, 26, 8, 4, 262_208, 131_072)),
+    "gemma3_text": TextDecoder(
+        "gemma3_text",
+        _sizes(2304, 9216, 26, 8, 4, 262_208, 131_072),
+        frozenset({"final_logit_softcapping"}),
+    ),
     "gemma4_text": TextDecoder("gemma4_text", _sizes(2304, 9216, 30, 8, 4, 262_144, 131_072)),
     "gemma4_unified_text": TextDecoder(
         "gemma4_unified_text", _sizes(2304, 9216, 30, 8, 4, 262_144, 262_144)

@@ -332,30 +332,22 @@ class GpuAdapters:
     def cut(self, elements: int) -> bool:
         """Take elements from the arena's end: evict adapters, and move the images that lie there.
 
-        Returns False, and takes none, if leased, guarded and pinned adapters leave too little room,
-        if the arena would become smaller than at the start, or while an adapter is being copied.
+        Returns False, takes none and evicts none, if leased, guarded and pinned adapters leave too
+        little room, if the arena would become smaller than at the start, or while an adapter is
+        being copied.
         """
         pool = self._pool
         copying = any(adapter.copying for adapter in self._held.values())
         if copying or pool.elements - elements < pool.least:
             return False
-        now_s, held = self._clock(), self._reservations.granted
-        held += sum(
-            adapter.layout.elements
-            for digest, adapter in self._held.items()
-            if digest not in self._reservations and adapter.held_at(now_s)
-        )
-        if held > pool.elements - elements:
-            return False
-        command = None
+        command = pool.cut(elements)
+        victims = iter(self._victims_of_cut(elements) if command is None else ())
         while command is None:
-            if pool.used_elements <= pool.elements - elements:
-                command = pool.cut(elements)
-            if command is None:
-                adapter = next(self._evictable(), None)
-                if adapter is None:
-                    return False
-                self._evict(adapter)
+            victim = next(victims, None)
+            if victim is None:
+                return False
+            self._evict(victim)
+            command = pool.cut(elements)
         if command.moves:
             self._arena.run(command)
         return True
@@ -488,6 +480,25 @@ class GpuAdapters:
             adapter = self._adapters.get(digest)
             if adapter and digest not in self._reservations and not adapter.held_at(now_s):
                 yield adapter
+
+    def _victims_of_cut(self, elements: int) -> list[GpuAdapter]:
+        """Return adapters whose eviction lets the arena's end be cut; [] if no eviction does.
+
+        They are those with the lowest scores, and if that does not suffice those that lie there.
+        """
+        pool, victims = self._pool, list[GpuAdapter]()
+        left = pool.used_elements - pool.elements + (1 + _EVICT_BEFORE_MOVING) * elements
+        evictable = list(self._evictable())
+        for adapter in evictable:
+            if left <= 0:
+                break
+            victims.append(adapter)
+            left -= adapter.layout.elements
+        if pool.could_cut(elements, {adapter.slot for adapter in victims}):
+            return victims
+        behind = pool.behind(elements) - {adapter.slot for adapter in victims}
+        victims += [adapter for adapter in evictable if adapter.slot in behind]
+        return victims if pool.could_cut(elements, {adapter.slot for adapter in victims}) else []
 
     def _evict_rather_than_move(self, layout: PackedLayout, below: float) -> None:
         """Evict adapters until an image fits without moving other images, because moves delay

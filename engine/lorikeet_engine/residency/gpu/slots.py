@@ -6,6 +6,7 @@ adapters, and stays the same while its image moves.
 """
 
 from bisect import bisect_right
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -107,29 +108,35 @@ class SlotPool:
 
         Returns None, and changes nothing, if a part of an image fits no hole before the new end.
         """
-        end, before = self.elements - elements, self._blocks.copy()
-        inside = [
-            (piece, slot)
-            for slot, placed in self._placed.items()
-            for piece in placed.pieces
-            if piece.offset + piece.end - piece.begin > end
-        ]
-        self._blocks.cut(elements)
+        blocks = self._blocks.copy()
+        targets = self._targets(blocks, elements, self._placed)
+        if targets is None:
+            return None
         moves, slots = list[Move](), dict[int, PlacedImage]()
-        for piece, slot in sorted(inside, key=lambda item: item[0].begin - item[0].end):
-            size = piece.end - piece.begin
-            target = self._blocks.allocate(size)
-            if target is None:
-                self._blocks = before
-                return None
-            if piece.offset < end:  # after the new place is chosen, which so lies before it
-                self._blocks.release(piece.offset, end - piece.offset)
-            moves.append(Move(piece.offset, target, size))
+        for piece, slot, target in targets:
+            moves.append(Move(piece.offset, target, piece.end - piece.begin))
             slots[slot] = _with_moved(slots.get(slot, self._placed[slot]), piece, target)
         self._placed |= slots
-        self.elements = end
+        self._blocks = blocks
+        self.elements -= elements
         self.moved_elements += sum(move.elements for move in moves)
         return Compact(tuple(moves), tuple(map(self._row, slots)))
+
+    def could_cut(self, elements: int, freed: Collection[int]) -> bool:
+        """Whether `cut` would succeed if these slots were free."""
+        blocks, left = self._blocks.copy(), dict[int, PlacedImage]()
+        for slot, placed in self._placed.items():
+            if slot not in freed:
+                left[slot] = placed
+                continue
+            for piece in placed.pieces:
+                blocks.release(piece.offset, piece.end - piece.begin)
+        return self._targets(blocks, elements, left) is not None
+
+    def behind(self, elements: int) -> set[int]:
+        """Return the slots of images of which a part lies in the arena's last elements."""
+        end = self.elements - elements
+        return {slot for slot, placed in self._placed.items() if _pieces_behind(placed, end)}
 
     def placed(self) -> dict[int, PlacedImage]:
         """Return a snapshot of all adapters' images in the arena, by slot. For any thread, without
@@ -169,6 +176,28 @@ class SlotPool:
             begin = end
         return []
 
+    def _targets(
+        self, blocks: FreeList, elements: int, placed: Mapping[int, PlacedImage]
+    ) -> list[tuple[Piece, int, int]] | None:
+        """Cut elements off the end of `blocks`, and find holes for the pieces of images that lie
+        there.
+
+        Returns each of these pieces with its slot and its new offset; None if one fits no hole.
+
+        placed: images in `blocks`, by slot.
+        """
+        end, targets = self.elements - elements, list[tuple[Piece, int, int]]()
+        inside = [(p, slot) for slot, image in placed.items() for p in _pieces_behind(image, end)]
+        blocks.cut(elements)
+        for piece, slot in sorted(inside, key=lambda item: item[0].begin - item[0].end):
+            target = blocks.allocate(piece.end - piece.begin)
+            if target is None:
+                return None
+            if piece.offset < end:  # after the new place is chosen, which so lies before it
+                blocks.release(piece.offset, end - piece.offset)
+            targets.append((piece, slot, target))
+        return targets
+
     def _compact(self, elements: int) -> Compact:
         """Plan to compact one range of the arena, so that its end is free for `elements` elements.
 
@@ -200,6 +229,11 @@ class SlotPool:
         vectors = placed.layout.vectors_at(offsets[:, None])
         row = placed.layout.rows_at(offsets[:, None, None]).numpy()
         return WriteRow(slot, row, None if vectors is None else vectors.numpy())
+
+
+def _pieces_behind(placed: PlacedImage, end: int) -> list[Piece]:
+    """Return the pieces of an image that reach behind an element of the arena."""
+    return [p for p in placed.pieces if p.offset + p.end - p.begin > end]
 
 
 def _with_moved(placed: PlacedImage, moved: Piece, target: int) -> PlacedImage:

@@ -15,6 +15,7 @@ from lorikeet.errors import InvalidInput
 from lorikeet.routing.ranking import CostCoefficients
 from lorikeet.settings import Bytes
 from lorikeet.simulator.demand import SimulatedDemand, SimulatedTenant
+from lorikeet.simulator.drafting import Drafting, Source
 from lorikeet.simulator.forecast import CapacityGoals, CapacityNeeds, ReplicaMemory
 from lorikeet.simulator.traffic import BYTES_PER_RANK, KV_TOKEN_BYTES
 from lorikeet.simulator.workload_models import LENGTH_MODELS, RANKS, LengthModel, parse_popularity
@@ -67,7 +68,9 @@ class _Traffic(BaseModel):
     lengths: _AnyLengths = "conv"
     context: int = Field(default=8192, ge=2)
     cv: float = Field(default=1.0, gt=0, le=10)
+    speculation: Source = "lookup"
     acceptance: float = Field(default=0.0, ge=0, lt=1)
+    found: float = Field(default=0.7, gt=0, le=1)
 
 
 class _Tenant(BaseModel):
@@ -202,7 +205,7 @@ def _needs(asked: _CapacityFile) -> CapacityNeeds:
         traffic.base_requests_per_s,
         traffic.cv,
         traffic.context,
-        traffic.acceptance,
+        Drafting(traffic.speculation, traffic.acceptance, traffic.found),
     )
     return CapacityNeeds(
         demand,

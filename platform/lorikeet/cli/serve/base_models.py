@@ -68,10 +68,8 @@ def _named(text: str) -> tuple[str, str]:
 
 def _check(source: str) -> None:
     folder = Path(source)
-    if (folder / "adapter_config.json").exists() and not (folder / "config.json").exists():
-        raise InvalidInput(
-            f"{source} is an adapter: give its base model, and the adapter as --adapters {source}"
-        )
+    if (folder / "adapter_config.json").is_file() and not (folder / "config.json").exists():
+        raise InvalidInput(f"{source} is an adapter: give its base model, and --adapters {source}")
     if folder.is_dir():
         return
     if folder.exists():

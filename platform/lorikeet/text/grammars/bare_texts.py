@@ -7,7 +7,7 @@ from typing import Any
 import regex
 
 from lorikeet.text.grammars.argument_rules import invalid, referred
-from lorikeet.text.grammars.format_grammar import escape_slashes
+from lorikeet.text.grammars.format_grammar import in_lark
 from lorikeet.text.grammars.patterns import alternatives_of
 from lorikeet.text.tools.argument_values import type_of
 
@@ -99,7 +99,7 @@ class BareTexts:
                 case "pattern", str():
                     parts.append(self._of_string(_matching(value)))
                 case "format", str() if value in _FORMATS:
-                    parts.append(self._of_string(f"/{escape_slashes(_FORMATS[value])}/"))
+                    parts.append(self._of_string(f"/{in_lark(_FORMATS[value])}/"))
                 case "minLength", int():
                     parts.append(self._of_string(f"/(?s:.{{{value},}})/"))
                 case "maxLength", int():
@@ -146,4 +146,4 @@ def _matching(pattern: str) -> str:
         begin, end = way.startswith("^"), regex.search(r"(?<!\\)(\\\\)*\$$", way) is not None
         inside = way[begin : len(way) - end]
         found.append(f"{'' if begin else '(?s:.*)'}(?:{inside}){'' if end else '(?s:.*)'}")
-    return f"/{escape_slashes('|'.join(found))}/"
+    return f"/{in_lark('|'.join(found))}/"

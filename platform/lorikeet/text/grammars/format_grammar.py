@@ -22,7 +22,15 @@ LAYOUT: "JsonCompileOptions" = {
     "coerce_one_of": False,
 }
 _ANY_OBJECT = {"type": "object"}
-_SLASH = re.compile(r"(\\.)|/", re.DOTALL)
+_REWRITTEN = re.compile(r"\\.|/", re.DOTALL)
+_IN_LARK = {
+    "/": r"\/",
+    r"\d": "[0-9]",
+    r"\D": "[^0-9]",
+    r"\w": "[0-9A-Za-z_]",
+    r"\W": "[^0-9A-Za-z_]",
+}
+"""Forms in Lark rules of parts of a regular expression, also within `[…]`."""
 
 
 def schema_grammar(schema: str, param: str = "response_format", *, lets_go: bool = False) -> str:
@@ -76,17 +84,19 @@ def format_rule(answer: Format) -> str:
                 raise _too_deep(answer.param) from error
             return f"%json {json.dumps({**schema, 'x-guidance': LAYOUT})}"
         case FormatKind.REGEX:
-            return f"/{escape_slashes(answer.text)}/"
+            return f"/{in_lark(answer.text)}/"
         case FormatKind.CHOICES:
             return " | ".join(json.dumps(choice) for choice in json.loads(answer.text))
 
 
-def escape_slashes(regex: str) -> str:
-    """Escape slashes and line ends in a regular expression: unescaped, they would end it in a Lark
-    rule.
+def in_lark(regex: str) -> str:
+    r"""Return a regular expression as Lark rules hold it between slashes.
+
+    Slashes and line ends are escaped: they would end it. Digits and letters (`\d`, `\w`) are
+    those of ASCII, as in ECMA 262 and thus in JSON schemas: Lark's are all of Unicode.
     """
-    escaped = _SLASH.sub(lambda found: found[1] or "\\/", regex)
-    return escaped.replace("\n", "\\n")
+    rewritten = _REWRITTEN.sub(lambda found: _IN_LARK.get(found[0], found[0]), regex)
+    return rewritten.replace("\n", "\\n")
 
 
 def _too_long(text: str, param: str) -> InvalidInput:

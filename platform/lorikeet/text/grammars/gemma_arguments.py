@@ -19,7 +19,7 @@ from lorikeet.text.grammars.argument_rules import (
     unheld,
 )
 from lorikeet.text.grammars.bare_texts import BareTexts
-from lorikeet.text.grammars.format_grammar import escape_slashes
+from lorikeet.text.grammars.format_grammar import in_lark
 from lorikeet.text.grammars.held_schema import json_path
 from lorikeet.text.tools.argument_values import STRING_ALONE, schema_types
 
@@ -134,7 +134,7 @@ class _Values:
         self._guidance = {"x-guidance": root["x-guidance"]}
         self._quote = literal(quote)
         self._is_token = self._quote.startswith("<[")
-        self._unquoted = f"~/(?s:.*){escape_slashes(regex.escape(quote))}(?s:.*)/"
+        self._unquoted = f"~/(?s:.*){in_lark(regex.escape(quote))}(?s:.*)/"
         self._forbidden = quote
         self._known: dict[str, str] = {}
         self._names = self._length = 0

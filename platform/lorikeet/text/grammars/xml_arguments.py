@@ -16,7 +16,7 @@ from lorikeet.text.grammars.argument_rules import (
     self_contained,
 )
 from lorikeet.text.grammars.bare_texts import ANY_TEXT, BareTexts
-from lorikeet.text.grammars.format_grammar import escape_slashes
+from lorikeet.text.grammars.format_grammar import in_lark
 from lorikeet.text.grammars.held_schema import json_path
 from lorikeet.text.tools.argument_values import schema_types
 from lorikeet.text.tools.syntax import XmlTags
@@ -130,7 +130,7 @@ class _Written:
 
         text: Lark expression of the text.
         """
-        terminal, closes = rule.upper(), escape_slashes(regex.escape(self._closes))
+        terminal, closes = rule.upper(), in_lark(regex.escape(self._closes))
         unclosed = f"({text}) & ~/(?s:.*){closes}(?s:.*)/"
         if self._literal(self._closes).startswith("<["):  # the tag is a token
             end = self._literal(f"{self._closes}{self._tags.space}")
