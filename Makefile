@@ -8,10 +8,11 @@ INSTALLED := .venv/.installed
 TEST := $(BIN)/pytest -m "not soak and not gpu and not attack" --hypothesis-profile ci
 # These start the whole service: a quarter of the processor time of all tests.
 SERVICE_TESTS := tests/e2e tests/demo/test_make_serve.py tests/loadtest/test_loadtest.py
-# These import torch and mostly PEFT, 8 s of processor time a process. No other test imports torch.
+# These import torch and mostly PEFT, 8 s of processor time a process. No other file of tests does.
 ENGINE_TESTS := tests/engine tests/replica tests/corpus tests/demo tests/doctor tests/gpu \
-	tests/cli/test_convert.py tests/gateway/test_trainer_client.py tests/loadtest/engine \
-	tests/loadtest/test_goodput.py tests/loadtest/test_real_service.py
+	tests/cli/test_convert.py tests/gateway/test_heads.py tests/gateway/test_tokenize.py \
+	tests/gateway/test_trainer_client.py tests/loadtest/engine tests/loadtest/test_goodput.py \
+	tests/loadtest/test_real_service.py tests/test_tokenizer_vocabulary.py
 # These hold times to bounds, and run alone.
 TIMED_TESTS := tests/engine/execution/test_calibration.py tests/engine/scheduling/test_deadlines.py \
 	tests/loadtest/test_client.py \

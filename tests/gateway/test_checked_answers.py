@@ -11,7 +11,7 @@ from tests.gateway.conftest import Gateway
 from tests.gateway.official_types import validate_as
 from tests.gateway.scripted_replica import ScriptedReplica
 from tests.gateway.test_bad_requests import CHAT, TURN
-from tests.replica.test_thinking import QWEN3
+from tests.replica.published_templates import QWEN3
 
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
 TAGS: dict[str, Any] = {

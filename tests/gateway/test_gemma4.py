@@ -10,7 +10,7 @@ from tests.gateway.conftest import Gateway, Script
 from tests.gateway.scripted_replica import ScriptedReplica
 from tests.gateway.test_bad_requests import CHAT, TURN
 from tests.gateway.tool_answers import check_chat, check_message, check_response
-from tests.replica.test_thinking import GEMMA_4_TEMPLATE
+from tests.replica.published_templates import GEMMA_4_TEMPLATE
 
 LOOK: dict[str, Any] = {
     "name": "look",

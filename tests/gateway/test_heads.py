@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
-from transformers.pipelines.text_classification import sigmoid, softmax
 
 from lorikeet.apis.answer import Answer
 from lorikeet.protocol.messages import Call
@@ -34,6 +33,20 @@ CLASSIFY, SCORE, POOLING = "/v1/classify", "/v1/score", "/v1/pooling"
 PATHS = (CLASSIFY, SCORE, POOLING)
 TONES = ("calm", "warm", "wild")
 SCORES = (0.25, -1.5, 2.0)
+
+
+def softmax(scores: tuple[float, ...]) -> list[float]:
+    """Return the probabilities of one label each that transformers' pipelines give."""
+    from transformers.pipelines import text_classification  # imports torch
+
+    return list(text_classification.softmax(np.array(scores)).tolist())
+
+
+def sigmoid(scores: tuple[float, ...]) -> list[float]:
+    """Return the probabilities of several labels that transformers' pipelines give."""
+    from transformers.pipelines import text_classification  # imports torch
+
+    return list(text_classification.sigmoid(np.array(scores)).tolist())
 
 
 def head_blob(folder: Path, labels: int, config: dict[str, Any] | None = None) -> bytes:
@@ -93,7 +106,7 @@ def test_a_text_is_classified_in_vllms_shape(gateway: Gateway) -> None:
     answer = gateway.post(CLASSIFY, {"model": "acme/tone", "input": ["hello there", "bye"]})
     assert answer.is_success, answer.text
     body = answer.json()
-    want = softmax(np.array(SCORES)).tolist()
+    want = softmax(SCORES)
     assert [each["index"] for each in body["data"]] == [0, 1]
     for each in body["data"]:
         assert (each["label"], each["num_classes"]) == ("wild", 3)
@@ -107,20 +120,19 @@ def test_a_text_is_classified_in_vllms_shape(gateway: Gateway) -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "scores", "want"),
-    [
-        ("tags", SCORES, sigmoid(np.array(SCORES)).tolist()),
-        ("reward", (-90.0,), sigmoid(np.array([-90.0])).tolist()),
-        ("price", (12.5,), [12.5]),
-    ],
+    ("model", "scores", "activation"),
+    [("tags", SCORES, sigmoid), ("reward", (-90.0,), sigmoid), ("price", (12.5,), list)],
 )
 def test_probabilities_are_those_of_transformers_pipelines(
-    gateway: Gateway, model: str, scores: tuple[float, ...], want: list[float]
+    gateway: Gateway,
+    model: str,
+    scores: tuple[float, ...],
+    activation: Callable[[tuple[float, ...]], list[float]],
 ) -> None:
     gateway.engines.replay = scoring(*scores)
     body = {"model": f"acme/{model}", "input": "hello"}
     (found,) = gateway.post(CLASSIFY, body).json()["data"]
-    assert found["probs"] == pytest.approx(want)
+    assert found["probs"] == pytest.approx(activation(scores))
     (raw,) = gateway.post(CLASSIFY, body | {"use_activation": False}).json()["data"]
     assert raw["probs"] == list(scores)
 
@@ -220,7 +232,7 @@ def test_pairs_are_scored_as_one_text_with_probabilities(
     body = {"model": "acme/reward", **body}
     data = gateway.post("/score", body).json()["data"]
     assert decoded(gateway) == texts
-    assert [each["score"] for each in data] == pytest.approx([float(sigmoid(1.5))] * len(texts))
+    assert [each["score"] for each in data] == pytest.approx(sigmoid((1.5,)) * len(texts))
     (raw, *_) = gateway.post(SCORE, body | {"use_activation": False}).json()["data"]
     assert raw["score"] == 1.5
 
@@ -302,7 +314,7 @@ def test_documents_are_ranked_in_the_shape_of_cohere_and_jina(gateway: Gateway, 
     assert [each["index"] for each in results] == [1, 2, 0]
     assert results[1]["document"] == {"text": "the middle one"}
     lengths = [len(ids) for ids in gateway.engines.encoded[-1].prompts]
-    want = [float(sigmoid(lengths[i] / 4)) for i in (1, 2, 0)]
+    want = sigmoid(tuple(lengths[i] / 4 for i in (1, 2, 0)))
     assert [each["relevance_score"] for each in results] == pytest.approx(want)
     assert ranked["usage"]["prompt_tokens"] == ranked["usage"]["total_tokens"] == sum(lengths)
     fewer = {"top_n": 1, "return_documents": False, "use_activation": False}

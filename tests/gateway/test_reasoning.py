@@ -9,7 +9,7 @@ from tests.gateway.conftest import Gateway, Script
 from tests.gateway.official_types import validate_as
 from tests.gateway.scripted_replica import ScriptedReplica
 from tests.gateway.test_bad_requests import CHAT, COMPLETIONS, TURN, error_of
-from tests.replica.test_thinking import QWEN3, R1
+from tests.replica.published_templates import QWEN3, R1
 
 RESPONSES = "/v1/responses"
 THOUGHT = "Two and two\n\nmake <4>."

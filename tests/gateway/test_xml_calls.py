@@ -10,7 +10,7 @@ from tests.gateway.conftest import Gateway, Script
 from tests.gateway.scripted_replica import ScriptedReplica
 from tests.gateway.test_bad_requests import CHAT, COMPLETIONS, TURN
 from tests.gateway.tool_answers import check_chat, check_message
-from tests.replica.test_thinking import QWEN3_5
+from tests.replica.published_templates import QWEN3_5
 
 EDIT: dict[str, Any] = {
     "name": "edit",

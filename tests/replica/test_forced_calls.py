@@ -39,15 +39,15 @@ from lorikeet.text.tools.syntax import (
 )
 from lorikeet_engine.request import FinishReason, Tokens
 from tests.gateway.test_glm import GLM_4_7
-from tests.replica.test_grammar import possible
-from tests.replica.test_strict_tools import MARKS
-from tests.replica.test_thinking import (
+from tests.replica.published_templates import (
     GEMMA_4_TEMPLATE,
     MINISTRAL_3,
     QWEN3,
     QWEN3_5,
     QWEN3_6,
 )
+from tests.replica.test_grammar import possible
+from tests.replica.test_strict_tools import MARKS
 from tests.text.test_prompts import CHAT, DEMO, encoder
 
 SYNTAXES = {

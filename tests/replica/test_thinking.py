@@ -25,28 +25,18 @@ from lorikeet.text.tools.call_bodies import calls_of
 from lorikeet.text.tools.syntax import GEMMA_4, GLM, HERMES, LLAMA, MINISTRAL, QWEN_XML, ToolSyntax
 from lorikeet_engine.errors import InvalidRequest
 from lorikeet_engine.request import FinishReason, Tokens
+from tests.replica.published_templates import (
+    FIRST_MINISTRAL_3,
+    MINISTRAL_3,
+    QWEN3,
+    QWEN3_5,
+    QWEN3_6,
+    R1,
+)
 from tests.replica.test_grammar import possible
 from tests.replica.test_strict_tools import MARKS, SCHEMAS, USE, written
 from tests.text.test_prompts import CHAT, DEMO, encoder, text_of
 
-TEMPLATES = Path(__file__).parent / "chat_templates"
-QWEN3 = (TEMPLATES / "qwen3.jinja").read_text()
-QWEN3_5 = (TEMPLATES / "qwen3.5.jinja").read_text()
-QWEN3_6 = (TEMPLATES / "qwen3.6.jinja").read_text()
-GEMMA_4_TEMPLATE = (TEMPLATES / "gemma4.jinja").read_text()
-MINISTRAL_3 = (TEMPLATES / "ministral3.jinja").read_text()
-FIRST_MINISTRAL_3 = (
-    "{% for m in messages %}"
-    "{% if m.role == 'assistant' %}{{ m.content }}"
-    "{% for call in m.tool_calls or [] %}"
-    "[TOOL_CALLS]{{ call.function.name }}[ARGS]{{ call.function.arguments | tojson }}{% endfor %}"
-    "{{ eos_token }}"
-    "{% elif m.role == 'tool' %}[TOOL_RESULTS]{{ m.content }}[/TOOL_RESULTS]"
-    "{% else %}[INST]{{ m.content }}[/INST]{% endif %}{% endfor %}"
-    "{{ raise_exception('[THINK] and [/THINK] in parts') if messages | length > 99 }}"
-)
-"""Like the template that Ministral 3 was published with: it reads no `reasoning_content`."""
-R1 = (TEMPLATES / "deepseek-r1-distill.jinja").read_text()
 USER = {"role": "user", "content": "Is it <think>?"}
 NO_THINKING = {"enable_thinking": False}
 

@@ -2,6 +2,8 @@ import time
 
 import pytest
 from tokenizers import AddedToken, Tokenizer
+from tokenizers.decoders import ByteFallback, Fuse, Replace, Sequence
+from tokenizers.models import BPE
 
 from lorikeet.text.detokenizer import Detokenizer, StopStrings
 
@@ -64,6 +66,27 @@ def test_a_prompt_that_ends_within_a_character_is_not_repeated(tokenizer, lackin
         stream = Detokenizer(tokenizer, prompt)
         assert "".join(run(stream, answer)) == text
         assert stream.offsets[0] == 0
+
+
+@pytest.fixture(scope="module")
+def byte_tokens() -> Tokenizer:
+    """A tokenizer of words and of single bytes, as SentencePiece makes them."""
+    words = [f"<0x{byte:02X}>" for byte in range(256)] + ["▁x"]
+    made = Tokenizer(BPE({word: at for at, word in enumerate(words)}, [], byte_fallback=True))
+    made.decoder = Sequence([Replace("▁", " "), ByteFallback(), Fuse()])
+    return made
+
+
+@pytest.mark.parametrize(
+    ("prompt", "answer", "text"),
+    [
+        ("", [*b"\n\xf0", 256], "\n\ufffd x"),
+        ("", [*b"a\xff", 256, *"🦜".encode()], "a\ufffd x🦜"),
+        ("日本語日", [*"\n🦜".encode(), 256], "\n🦜 x"),
+    ],
+)
+def test_a_wrong_byte_token_spoils_no_other(byte_tokens, prompt, answer, text):
+    assert "".join(run(Detokenizer(byte_tokens, list(prompt.encode())), answer)) == text
 
 
 def undecodable(tokenizer: Tokenizer, kind: str) -> tuple[Tokenizer, int]:

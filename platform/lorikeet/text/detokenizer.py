@@ -244,14 +244,19 @@ class Detokenizer:
 
     def _take(self, token_id: int) -> str:
         self._undecoded.append(token_id)
-        text = self._decoder.step(self._tokenizer, token_id)
+        broken = False
+        try:
+            text = self._decoder.step(self._tokenizer, token_id)
+        except Exception:  # in byte tokens, a wrong byte makes those before it wrong, too
+            text, broken = self._text_of(self._undecoded), True
         if text is None:
             return ""
         if self._repeated:
-            text = _behind(self._repeated, text)
-            self._repeated = ""
+            text, self._repeated = _behind(self._repeated, text), ""
         self._context = self._undecoded[-_CONTEXT_TOKENS:]
         self._undecoded.clear()
+        if broken:
+            self._begin()
         self._note_decoded(len(text), self.tokens)
         return str(text)
 
@@ -272,10 +277,14 @@ class Detokenizer:
         """Begin to decode behind the context.
 
         A decoder whose context ends in an incomplete character repeats the context's text in the
-        first text that it returns.
+        first text that it returns. One whose context begins within a character may take all byte
+        tokens behind it for wrong ones.
         """
+        texts = ((at, self._text_of(self._context[at:])) for at in range(len(self._context)))
+        whole = (found for found in texts if not found[1].startswith(_REPLACEMENT))
+        at, before = next(whole, (0, self._text_of(self._context)))
+        del self._context[:at]
         self._decoder = DecodeStream(ids=self._context, skip_special_tokens=self._skip_special)
-        before = self._text_of(self._context)
         self._repeated = before if before.endswith(_REPLACEMENT) else ""
 
     def _text_of(self, token_ids: list[int]) -> str:

@@ -81,7 +81,9 @@ ACTIVATED: dict[str, Any] = {
 }
 WEIGHTS = {"head": 0.75, "added": -0.5}
 GRAMMAR = "below 250, end under 1"
-TOKENS, TOKENS_ALONE = 30, 4  # of each answer
+TOKENS, TOKENS_ALONE = 12, 4  # of each answer
+# Of the first of TOGETHER: while these grow, there are too few pages for all.
+LONG, LONG_TOKENS = 4, 30
 ENGINE = {"kv_pages": 9, "max_context": 112, "max_batch_tokens": 24, "max_running": 24}
 # States of delta nets are saved, to be hit, behind 64 tokens of a step.
 HYBRID_ENGINE = ENGINE | {"max_batch_tokens": 64, "state_bytes": 2 << 20}
@@ -174,7 +176,7 @@ def _ask(
             str(name),
             _prompt(adapter, length),
             adapter=family.refs[adapter],
-            max_tokens=tokens,
+            max_tokens=LONG_TOKENS if asked is TOGETHER and name < LONG else tokens,
             logprobs=0,
             grammar=grammar,
         )
