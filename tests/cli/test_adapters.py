@@ -153,6 +153,7 @@ def test_register_takes_an_adapters_own_defaults_from_options(
         "system_prompt": "Be brief.",
         "stop": ["<end>", "Bye"],
         "stop_token_ids": [5],
+        "tokenizer": None,
         "sampling": {"temperature": 0.5},
     }
     own = (

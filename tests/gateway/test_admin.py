@@ -26,7 +26,7 @@ def test_an_adapter_is_shown_with_its_versions(three_versions: Gateway) -> None:
     assert set(first) == {
         *("adapter", "version", "digest", "size_bytes", "max_rank", "base_model"),
         *("created", "retired", "aliases", "gpu_bytes", "touches", "trained_on"),
-        *("base_quantization", "base_warning", "defaults", "embedder", "head"),
+        *("base_quantization", "base_warning", "defaults", "embedder", "head", "vocabulary"),
         *("invocation_tokens", "parity"),
     }
     assert first["touches"].keys() == {"linears", "layers", "min_rank", "parameters", "tokens"}
