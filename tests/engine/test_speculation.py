@@ -266,6 +266,20 @@ def repeating(name, tokens=TOKENS, token=7):
     return greedy(name, prompt(9), max_tokens=tokens, logit_bias=((token, 100.0),))
 
 
+def test_drafts_go_on_through_forced_tokens(make, eager):
+    """The second answer repeats the first one, of whose tokens the grammar forces 31."""
+    answers = Answers(make(grammars=DescendingGrammars(), max_running=64))
+    grammar = "below 120, end under 5, by one from 90 to 60"
+    for name in "ab":
+        answers.submit(greedy(name, prompt(9), max_tokens=60, grammar=grammar, logit_bias=DOWN))
+        answers.all()
+    assert answers.of("a") == answers.of("b")
+    assert {*range(60, 91)} < {*answers.of("a")}
+    end = answers.outputs["b", 0][-1].timings
+    assert end.steps <= 6
+    assert end.accepted_tokens >= len(answers.of("b")) - 6
+
+
 def lengths(batch):
     """Return the number of tokens of each sequence in a batch."""
     return [int(length) for length in batch.query_starts[1:] - batch.query_starts[:-1]]
