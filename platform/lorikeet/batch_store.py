@@ -57,6 +57,25 @@ class BatchRecord:
     output_lifetime_s: int
 
 
+class LineTokens(NamedTuple):
+    """Tokens of an answer; cached ones are part of the input, reasoning ones of the output."""
+
+    input: int = 0
+    cached: int = 0
+    output: int = 0
+    reasoning: int = 0
+
+    def json(self) -> Json:
+        """Return the numbers as OpenAI's usage of a batch."""
+        return {
+            "input_tokens": self.input,
+            "input_tokens_details": {"cached_tokens": self.cached},
+            "output_tokens": self.output,
+            "output_tokens_details": {"reasoning_tokens": self.reasoning},
+            "total_tokens": self.input + self.output,
+        }
+
+
 class Result(NamedTuple):
     """Result of one line.
 
@@ -68,6 +87,7 @@ class Result(NamedTuple):
     number: int
     ok: bool
     line: bytes
+    tokens: LineTokens = LineTokens()
 
 
 class BatchStore:
@@ -224,7 +244,7 @@ class BatchStore:
         """
         ok = sum(result.ok for result in results)
         key = f"part-{run:06d}-{number:06d}-{ok}-{len(results) - ok}"
-        head = json.dumps([[result.number, result.ok] for result in results]).encode()
+        head = json.dumps([[each.number, each.ok, *each.tokens] for each in results]).encode()
         data = b"\n".join([head, *(result.line for result in results)])
         self._put(_runs(batch.tenant, batch.id) + key, data)
 
@@ -236,10 +256,10 @@ class BatchStore:
         seen = set[int]()
         for key in list(self.store.list(f"{_runs(batch.tenant, batch.id)}part-")):
             head, *lines = self.store.get(key).split(b"\n")
-            for (number, ok), line in zip(json.loads(head), lines, strict=True):
+            for (number, ok, *tokens), line in zip(json.loads(head), lines, strict=True):
                 if number not in seen:
                     seen.add(number)
-                    yield Result(number, ok, line)
+                    yield Result(number, ok, line, LineTokens(*tokens))
 
     def end(self, batch: BatchRecord, status: str, **said: Any) -> None:
         """End a batch, unless it has ended, and delete its other marks, leases and stored results.
@@ -310,6 +330,8 @@ def _batch_json(batch: BatchRecord, marks: Mapping[str, Json], done: tuple[int, 
         **dict.fromkeys(("in_progress_at", "expires_at", "finalizing_at", "completed_at")),
         **dict.fromkeys(("failed_at", "expired_at", "cancelling_at", "cancelled_at")),
         "request_counts": {"total": total, "completed": completed, "failed": failed},
+        "model": marks.get(VALIDATED, {}).get("model"),
+        "usage": None,
         "metadata": batch.metadata,
     }
     if ended is not None:

@@ -326,8 +326,9 @@ class BorderTraffic(HostedTraffic):
         self.step(times)
         used = self.checked.engine.status().border
         gpu = self.checked.engine.status().tiers[Residency.GPU]
-        units = len(self.checked.engine._cache._references) + self.places * ADAPTER_BYTES // 128
-        assert used.arena_units + used.kv_units == units
+        units = len(self.checked.engine._cache._references)  # of the KV pages at the start
+        in_all = units + self.places * ADAPTER_BYTES // 128
+        assert used.arena_units + used.kv_units == in_all
         moves = self.checked.engine._border._moves
         there = used.arena_units - sum(not move.to_kv for move in moves)
         assert gpu.capacity_bytes == 128 * there >= self.places * ADAPTER_BYTES

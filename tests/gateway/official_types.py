@@ -3,6 +3,7 @@
 from functools import cache
 from typing import Any
 
+import openai.types
 import pytest
 from pydantic import TypeAdapter
 
@@ -42,6 +43,9 @@ def validate_as(name: str, answer: Any) -> None:
         ended = [c | {"finish_reason": c["finish_reason"] or "stop"} for c in answer["choices"]]
         answer = answer | {"choices": ended}
     _type_of(name).validate_python(answer)
+    if name in ("Batch", "FileObject"):
+        fields = getattr(openai.types, name).model_fields.keys()
+        assert fields - {"status_details"} <= answer.keys() <= fields, "all, but deprecated ones"
 
 
 def validate_error(body: Any) -> None:

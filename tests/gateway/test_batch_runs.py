@@ -551,7 +551,7 @@ async def test_a_cancelled_commit_writes_its_results_once(
     await until(begun.is_set)
     await end(first)
     parts = [store.get(key) for key in store.list(f"{RUNS}acme/{batch.id}/part-")]
-    numbers = [number for part in parts for number, _ in json.loads(part.split(b"\n")[0])]
+    numbers = [number for part in parts for number, *_ in json.loads(part.split(b"\n")[0])]
     assert sorted(numbers) == sorted(map(int, service.answered))
 
 

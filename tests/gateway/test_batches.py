@@ -28,7 +28,7 @@ from lorikeet.errors import (
 )
 from lorikeet.file_store import CONTENTS
 from lorikeet.gateway.batches import lines, runner
-from lorikeet.protocol.messages import Call, Refusal
+from lorikeet.protocol.messages import Call, FinalUsage, Refusal
 from lorikeet.tenancy import read_limiter
 from lorikeet.usage.ledger import UsageLedger
 from tests.gateway.conftest import SHAPE, Gateway, Items, chat, repeat, serving
@@ -117,10 +117,17 @@ def test_a_batch_uses_only_the_adapters_of_its_key(gateway: Gateway) -> None:
 
 
 def test_openais_client_runs_a_batch(gateway: Gateway) -> None:
+    async def counted(call: Call) -> Items:
+        async for item in repeat(call):
+            if isinstance(item, bytes):
+                yield FinalUsage(5, 2, 3, reasoning_tokens=1)
+            yield item
+
+    gateway.engines.replay = counted
     names = [f"line {number}" for number in range(40)]
     batch = make(gateway, [line(name) for name in names], metadata={"for": "test"})
     validate_as("Batch", batch.model_dump())
-    assert (batch.status, batch.metadata) == ("validating", {"for": "test"})
+    assert (batch.status, batch.metadata, batch.usage) == ("validating", {"for": "test"}, None)
     assert batch.expires_at == batch.created_at + WINDOW_S
     done = ended(gateway, batch)
     assert done.status == "completed"
@@ -132,7 +139,16 @@ def test_openais_client_runs_a_batch(gateway: Gateway) -> None:
     assert {each["response"]["status_code"] for each in results} == {200}
     assert len({each["response"]["request_id"] for each in results}) == 40
     assert all(each["error"] is None for each in results)
-    validate_as("ChatCompletion", results[0]["response"]["body"])
+    bodies = [each["response"]["body"] for each in results]
+    validate_as("ChatCompletion", bodies[0])
+    assert done.model == bodies[0]["model"] == "acme/support"
+    assert done.usage.model_dump() == {
+        "input_tokens": 40 * 5,
+        "input_tokens_details": {"cached_tokens": 40 * 2},
+        "output_tokens": 40 * 3,
+        "output_tokens_details": {"reasoning_tokens": 40},
+        "total_tokens": 40 * 8,
+    }
     output = gateway.openai().files.retrieve(done.output_file_id)
     assert output.purpose == "batch_output"
     assert [file.id for file in gateway.openai().files.list(purpose="batch_output")] == [output.id]

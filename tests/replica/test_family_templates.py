@@ -269,4 +269,4 @@ def test_a_grammar_knows_the_end_of_an_answer_from_the_text_part(tmp_path: Path)
     shutil.copy(DEMO / "tokenizer.json", tmp_path / "tokenizer.json")
     config = {"model_type": "mistral3", "text_config": {"model_type": "mistral", "eos_token_id": 7}}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert ModelGrammars(tmp_path)._tokenizer.eos_tokens == [7]
+    assert ModelGrammars(tmp_path).tokenizer("").eos_tokens == [7]

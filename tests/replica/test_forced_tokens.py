@@ -153,12 +153,12 @@ def test_masks_of_forced_tokens_equal_llguidances_own(model: Path, name: str) ->
     for _ in range(4):
         matcher, said = compiled.copy(), 0
         while not matcher.must_end and said < 300:
-            words = np.zeros((1, -(-grammars._tokenizer.vocab_size // 32)), np.int32)
+            words = np.zeros((1, -(-grammars.tokenizer("").vocab_size // 32)), np.int32)
             fresh = matcher.state.deep_copy()
             fill_next_token_bitmask_par(grammars._executor, [(fresh, 0)], words)
             want = set(np.flatnonzero(np.unpackbits(words.view(np.uint8)[0], bitorder="little")))
             allowed = mask_of(grammars, matcher)
-            assert set(allowed) == want - set(grammars._tokenizer.eos_tokens)
+            assert set(allowed) == want - set(grammars.tokenizer("").eos_tokens)
             forced += len(matcher.forced_tokens()) > 1
             if not allowed:
                 break

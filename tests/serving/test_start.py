@@ -5,6 +5,7 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import click
 import pytest
@@ -12,6 +13,7 @@ import ray
 from ray import serve
 
 from lorikeet.serving import start
+from lorikeet.serving.run import main
 from lorikeet.serving.start import guard_start, run_or_exit
 
 ROOT = Path(__file__).parents[2]
@@ -140,3 +142,12 @@ def test_serve_run_with_a_wrong_setting_ends_at_once_with_status_1(tmp_path: Pat
     assert "LORIKEET_ADMIN_ADDRESS='127.0.0.1:0x1': want host:port" in ended.stderr
     assert "The service was not started" in ended.stderr
     assert "Traceback" not in ended.stderr
+
+
+def test_a_ray_that_does_not_start_is_one_sentence_with_a_remedy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ray, "init", fails)
+    monkeypatch.setitem(sys.modules, "lorikeet.serving.application", SimpleNamespace(app=None))
+    with pytest.raises(SystemExit, match=r"^Ray did not start: .* why\nTry again"):
+        main("127.0.0.1", 8000)

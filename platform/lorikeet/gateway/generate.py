@@ -284,6 +284,8 @@ class GenerateEndpoint:
             call.adapter,
             background=call.scheduling.background,
         )
+        counted = UsageObserver(self._services.usage, call, base_model, price)
+        request.state.usage = counted  # for the line of a batch
         before_end = None if response is None else self._stored.saver(response, context, call)
         # Nor from here until the response enters it again.
         if call.endpoint.counts:
@@ -292,11 +294,7 @@ class GenerateEndpoint:
         return ReplicaResponse(
             call,
             self._services.engines.stream_answer(base_model, encoded),
-            [
-                trace,
-                RateLimitObserver(hold, encoded, base_model, max_context, price),
-                UsageObserver(self._services.usage, call, base_model, price),
-            ],
+            [trace, RateLimitObserver(hold, encoded, base_model, max_context, price), counted],
             self._services.first_item_timeout_s,
             before_end or body.before_end(),
             self._services.uses.using(call.adapter),

@@ -34,6 +34,11 @@ class UsageObserver(RequestObserver):
         self._used: RunningUsage | FinalUsage = RunningUsage(0)
         self._is_taken = self._has_begun = self._has_failed = False
 
+    @property
+    def complete(self) -> FinalUsage | None:
+        """Usage of the complete answer; None while there is none."""
+        return self._used if isinstance(self._used, FinalUsage) else None
+
     def __enter__(self) -> None:
         """Do nothing: a call is counted at its end."""
 

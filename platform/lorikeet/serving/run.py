@@ -28,9 +28,15 @@ def main(host: str, port: int) -> None:
         from lorikeet.serving.start import run_or_exit
 
     logging.getLogger("ray.serve").setLevel(_QUIET)
-    ray.init(  # joins no Ray that runs
-        address="local", namespace="serve", logging_level=_QUIET, include_dashboard=False
-    )
+    try:
+        ray.init(  # joins no Ray that runs
+            address="local", namespace="serve", logging_level=_QUIET, include_dashboard=False
+        )
+    except Exception as error:  # Ray has no class for this
+        sys.exit(
+            f"Ray did not start: {error}\nTry again once the machine is less busy; Ray's logs are"
+            " in /tmp/ray/session_latest/logs, or below RAY_TMPDIR."
+        )
     serve.start(
         proxy_location="EveryNode",
         http_options={"host": host, "port": port},

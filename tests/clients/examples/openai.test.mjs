@@ -205,6 +205,27 @@ test("a batch runs to its end", async () => {
   assert.ok(listed.includes(batch.id));
 });
 
+test("batches of completions, responses and embeddings", async () => {
+  const bodies = {
+    "/v1/completions": { model, prompt: "Hello!", max_tokens: 4 },
+    "/v1/responses": { model, input: "Hello!", max_output_tokens: 4 },
+    "/v1/embeddings": { model, input: "Hello!" },
+  };
+  for (const [endpoint, body] of Object.entries(bodies)) {
+    const input = lines([{ ...request("one", body), url: endpoint }]);
+    const file = await client.files.create({ file: await toFile(Buffer.from(input), "input.jsonl"), purpose: "batch" });
+    const batch = await ended(
+      await client.batches.create({ input_file_id: file.id, endpoint, completion_window: "24h" }),
+    );
+    const [{ response }] = await results(batch.output_file_id);
+    assert.equal(response.status_code, 200);
+    const { usage } = response.body;
+    assert.equal(batch.usage.input_tokens, usage.prompt_tokens ?? usage.input_tokens);
+    assert.equal(batch.usage.total_tokens, usage.total_tokens);
+    assert.equal(batch.model, model);
+  }
+});
+
 test("a batch is cancelled", async () => {
   const asked = { model, messages: hello, max_tokens: 200, ...greedy };
   const input = lines(Array.from({ length: 500 }, (_, number) => request(`${number}`, asked)));

@@ -2,11 +2,13 @@
 
 import asyncio
 import json
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from starlette.types import ASGIApp, Message
 
-from lorikeet.batch_store import BatchRecord
+from lorikeet.batch_store import BatchRecord, LineTokens
+from lorikeet.gateway.usage_observer import UsageObserver
+from lorikeet.protocol.messages import FinalUsage
 
 
 class Answered(NamedTuple):
@@ -15,12 +17,14 @@ class Answered(NamedTuple):
     request_id: id of the request, as in the header x-request-id.
     body: JSON without newlines.
     retry_after_s: value of the header Retry-After; None without it.
+    tokens: tokens of a complete answer.
     """
 
     status: int
     request_id: str
     body: bytes
     retry_after_s: float | None
+    tokens: LineTokens = LineTokens()
 
     @property
     def code(self) -> str | None:
@@ -32,7 +36,7 @@ async def answer_line(app: ASGIApp, batch: BatchRecord, body: bytes) -> Answered
     """Return the answer to a request of a batch.
 
     app: application of the endpoints for batches (gateway/app.py), which finds in the request's
-        state the id of the key that made the batch.
+        state the id of the key that made the batch, and leaves the answer's usage there.
     body: JSON body of the request.
     """
     sent = iter([body])
@@ -51,6 +55,7 @@ async def answer_line(app: ASGIApp, batch: BatchRecord, body: bytes) -> Answered
         else:
             parts.append(message.get("body", b""))
 
+    state: dict[str, Any] = {"batch_key": batch.key_id}
     scope = {
         "type": "http",
         "asgi": {"version": "3.0"},
@@ -67,10 +72,20 @@ async def answer_line(app: ASGIApp, batch: BatchRecord, body: bytes) -> Answered
         ],
         "client": None,
         "server": None,
-        "state": {"batch_key": batch.key_id},
+        "state": state,
     }
     await app(scope, receive, send)
     headers = {name.lower(): value.decode() for name, value in started["headers"]}
     wait = headers.get(b"retry-after")
     retry_after_s = None if wait is None else float(wait)
-    return Answered(started["status"], headers[b"x-request-id"], b"".join(parts), retry_after_s)
+    counted: UsageObserver | None = state.get("usage")
+    used = None if counted is None else counted.complete
+    tokens = LineTokens() if used is None else _tokens_of(used)
+    request_id = headers[b"x-request-id"]
+    return Answered(started["status"], request_id, b"".join(parts), retry_after_s, tokens)
+
+
+def _tokens_of(used: FinalUsage) -> LineTokens:
+    return LineTokens(
+        used.prompt_tokens, used.cached_tokens, used.completion_tokens, used.reasoning_tokens
+    )

@@ -58,13 +58,17 @@ def read_lines(path: Path) -> Iterator[Line]:
             yield request
 
 
-def check_lines(path: Path, endpoint: str) -> tuple[int, list[Json]]:
+def check_lines(
+    path: Path, endpoint: str, models: set[str] | None = None
+) -> tuple[int, list[Json]]:
     """Return the number of requests in a batch's input file, and its errors in OpenAI's shape.
 
     A batch with errors must not run. One line is in memory at a time.
 
     endpoint: path to which all requests must go.
+    models: set to which the requests' models are added.
     """
+    models = set() if models is None else models
     errors: list[Json] = []
     ids, count, pace = set[bytes](), 0, _Pace()
     with path.open("rb") as file:
@@ -79,7 +83,7 @@ def check_lines(path: Path, endpoint: str) -> tuple[int, list[Json]]:
                 many = f"the file has more than {MAX_LINES} requests: make several batches of it"
                 return count, [*errors, error_json("too_many_requests", many, None, number)]
             with pace.working():
-                error = _check(text, endpoint, ids)
+                error = _check(text, endpoint, ids, models)
             if error is not None:
                 errors.append(error_json(*error, number))
                 if len(errors) == MAX_ERRORS:
@@ -108,10 +112,13 @@ def _texts(file: BinaryIO, pace: "_Pace") -> Iterator[tuple[int, bytes]]:
         yield number, text.removeprefix(BOM_UTF8)
 
 
-def _check(text: bytes, endpoint: str, ids: set[bytes]) -> tuple[str, str, str | None] | None:
+def _check(
+    text: bytes, endpoint: str, ids: set[bytes], models: set[str]
+) -> tuple[str, str, str | None] | None:
     """Return code, message and field of a line's first error; None for a line without errors.
 
     ids: digests of the earlier lines' custom_ids, which may be long; the line's own is added.
+    models: models of the earlier lines; the line's own is added. At most two are kept.
     """
     if len(text) > MAX_LINE_BYTES:
         return "line_too_long", f"the line is longer than {MAX_LINE_BYTES} bytes", None
@@ -142,6 +149,8 @@ def _check(text: bytes, endpoint: str, ids: set[bytes]) -> tuple[str, str, str |
         return "missing_required_parameter", "body: want an object, the request's body", "body"
     if body.get("stream"):
         return "invalid_request", "body.stream: answers of a batch are not streamed", "body.stream"
+    if isinstance(model := body.get("model"), str) and len(models) < 2:
+        models.add(model)
     return None
 
 

@@ -20,6 +20,7 @@ from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
+from operator import add
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -33,6 +34,7 @@ from lorikeet.batch_store import (
     VALIDATED,
     BatchRecord,
     BatchStore,
+    LineTokens,
     Result,
 )
 from lorikeet.errors import LorikeetError, NotFound, ReplicasLost, StoreError
@@ -264,9 +266,11 @@ class _Run:
             return [error_json(error.code, error.message, "input_file_id", None)]
         if self._batches.mark(batch, VALIDATED) is not None:
             return []
-        total, errors = check_lines(self._input, batch.endpoint)
+        models = set[str]()
+        total, errors = check_lines(self._input, batch.endpoint, models)
         if not errors:
-            self._batches.set_mark(batch, VALIDATED, total=total)
+            model = models.pop() if len(models) == 1 else None
+            self._batches.set_mark(batch, VALIDATED, total=total, model=model)
         return errors
 
     async def _answer_lines(self) -> str:
@@ -319,7 +323,8 @@ class _Run:
         """Answer a line and add its result."""
         answered = await self._answered(line)
         shown = _result_json(self._batch, line, answered)
-        self._results.append(Result(line.number, answered.status == OK, shown))
+        result = Result(line.number, answered.status == OK, shown, answered.tokens)
+        self._results.append(result)
         self._pending_bytes += len(shown)
         self._result_bytes += len(shown)
         self._output_bytes += len(shown)
@@ -446,11 +451,12 @@ class _Run:
         if checked is not None:
             begun, total = batches.set_mark(batch, FINALIZING), checked["total"]
             paths = {True: self._folder / "output", False: self._folder / "errors"}
-            done = dict[int, bool]()
+            done, tokens = dict[int, bool](), LineTokens()
             with paths[True].open("wb") as output, paths[False].open("wb") as failed:
                 for result in batches.results(batch):
                     (output if result.ok else failed).write(result.line + b"\n")
                     done[result.number] = result.ok
+                    tokens = LineTokens(*map(add, tokens, result.tokens))
                 for line in self._undone(done, total):
                     failed.write(_undone_json(batch, line, status) + b"\n")
             for ok, path in paths.items():
@@ -461,7 +467,8 @@ class _Run:
                     self._files.add(batch.tenant, path, shown, lifetime_s, said[member])
             completed = sum(done.values())
             counts = {"total": total, "completed": completed, "failed": total - completed}
-            said["request_counts"] = counts
+            said |= {"request_counts": counts, "usage": tokens.json()}
+            said["model"] = checked.get("model")
         batches.end(batch, status, **said)
 
     def _undone(self, done: Collection[int], total: int) -> Iterator[Line]:
