@@ -79,6 +79,8 @@ class AdapterRef:
     head: classification or reward head; None for adapters that generate.
     embedder: the adapter's own way of embedding texts; None: the base model's.
     vocabulary: number of tokens of an adapter that has more than its base model; 0 for others.
+    transient: whether the adapter is used for a moment only, such as a variant in a parity proof.
+        Its packed image is not written to the disk, and Engine.forget drops it.
     """
 
     tenant: str
@@ -89,6 +91,7 @@ class AdapterRef:
     head: Head | None = field(default=None, compare=False)
     embedder: Embedder | None = field(default=None, compare=False)
     vocabulary: int = field(default=0, compare=False)
+    transient: bool = field(default=False, compare=False)
 
     @property
     def members(self) -> "tuple[AdapterRef, ...]":

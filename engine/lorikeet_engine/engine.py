@@ -250,6 +250,13 @@ class Engine:
         """
         self._tiers.prefetch(ref, tier, uses)
 
+    def forget(self, digest: str) -> None:
+        """Drop a transient adapter from the GPU and the host once no request uses it.
+
+        Does nothing for an adapter that is pinned or not transient (AdapterRef).
+        """
+        self._tiers.forget(digest)
+
     def status(self) -> EngineStatus:
         """Return the engine's current state and its counts since the start.
 

@@ -24,6 +24,7 @@ from lorikeet.parity.probes import Probe, Probes
 from lorikeet.protocol.parity import ParityTest
 from lorikeet.replica.replica import Replica
 from lorikeet.settings import Settings
+from lorikeet_engine.adapter import Residency
 from lorikeet_engine.adapter_format import write_blob
 from tests.engine.conftest import TinyCheckpoints
 from tests.engine.peft_adapters import save_adapter
@@ -289,6 +290,22 @@ def test_variants_leave_no_blobs_behind(case):
     case.world.prove(adapter, case.probes)
     blobs = {path.name for path in case.world.cache.iterdir() if len(path.name) == 64}
     assert blobs <= set(case.world.shelf.fetched)
+
+
+def test_variants_leave_nothing_in_the_engine_and_count_no_loads(case):
+    engine = case.world.engine
+    served = case.world.shelf.add(case.copied(lora_alpha=36), "policy")
+    before = {tier: status.adapters for tier, status in engine.status().tiers.items()}
+    engine.take_use()
+    assert case.world.prove_ref(served, case.probes).cause is GapCause.SCALING
+    engine.step()
+    added = {tier: status.adapters - before[tier] for tier, status in engine.status().tiers.items()}
+    assert (added[Residency.GPU], added[Residency.HOST]) == (1, 1)
+    listed = {(each.name, each.version, each.digest) for each in engine.adapters(Residency.REMOTE)}
+    assert (served.name, served.version, served.digest) in listed
+    assert {digest for _, _, digest in listed} <= set(case.world.shelf.fetched)
+    assert {use.tenant for use in engine.take_use()} == {""}
+    assert {path.name[:64] for path in case.world.cache.iterdir()} <= set(case.world.shelf.fetched)
 
 
 def test_a_variant_that_is_another_version_of_the_adapter_stays(case):

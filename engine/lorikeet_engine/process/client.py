@@ -191,6 +191,10 @@ class EngineProcessClient:
         """
         return self._call("prefetch", ref, tier, uses)
 
+    def forget(self, digest: str) -> Future[None]:
+        """Drop a transient adapter (AdapterRef) from GPU and host once no request uses it."""
+        return self._call("forget", digest)
+
     def adapters(self, tier: Residency = Residency.DISK) -> Future[AdapterRows]:
         """List the adapters on the GPU, and the remembered adapters at `tier` or nearer to the GPU.
 

@@ -113,6 +113,7 @@ _METHODS: Mapping[str, Callable[..., Any]] = {
     "unpin": Engine.unpin,
     "keep_prompts": Engine.keep_prompts,
     "prefetch": Engine.prefetch,
+    "forget": Engine.forget,
     "expect": lambda engine, *arguments: engine.incoming_blobs.begin(*arguments),
     "adapters": lambda engine, tier: tuple(map(tuple, engine.adapters(tier))),
     "take_use": Engine.take_use,

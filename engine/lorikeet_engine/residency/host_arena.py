@@ -148,6 +148,20 @@ class HostArena:
                 self.frees += 1
         self._on_change(digest)
 
+    def drop(self, digest: str) -> bool:
+        """Free the memory of an adapter's image, if there is one, even if it is pinned.
+
+        Returns False, and frees nothing, while the image is held.
+        """
+        with self._lock:
+            image = self._images.get(digest)
+            if image is not None and image.holders:
+                return False
+            if image is not None:
+                self._drop(digest)
+                self.frees += 1
+            return True
+
     def hold(self, digest: str) -> PackedImage | None:
         """Keep an adapter's packed image in place until `release`, and return it.
 

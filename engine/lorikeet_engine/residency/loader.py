@@ -2,7 +2,8 @@
 
 A blob (an adapter's safetensors file) is packed once: its image, which the GPU reads, is kept on
 the disk (disk/image_file.py). An adapter that is loaded only for temporary pins gets no image file,
-nor does one with vectors (vector_packing.py), whose image depends on the base model's weights.
+nor does a transient one (AdapterRef), nor one with vectors (vector_packing.py), whose image depends
+on the base model's weights.
 
 Downloads, packing and writing of images have separate threads, so a source that hangs or a slow
 disk delays no adapter that is on the disk already. A blob that does not fit on a full or broken
@@ -378,7 +379,7 @@ class Loader:
 
     def _keep_image(self, task: _LoadTask, layout: PackedLayout) -> None:
         # gains and biases fit one base model only, and a file in the cache may be read for another
-        if not task.passing and layout.vectors is None:
+        if not (task.passing or task.ref.transient) and layout.vectors is None:
             self._images.write(task.ref, urgent=task.urgent)
 
     def _fill(

@@ -58,7 +58,11 @@ class ResidencyStats:
 
     def ref(self, digest: str) -> AdapterRef | None:
         """Return the adapter with this digest if it is remembered."""
-        return self._seen.refs().get(digest)
+        return self._seen.ref(digest)
+
+    def forget(self, digest: str) -> None:
+        """Remember an adapter no longer."""
+        self._seen.remove(digest)
 
     def remember_size(self, digest: str, elements: int) -> None:
         """Remember the size of an adapter's image on one GPU."""
@@ -183,11 +187,21 @@ class SeenAdapters:
             if len(self._seen) > _MAX_SEEN:
                 del self._seen[next(iter(self._seen))]
 
+    def remove(self, digest: str) -> None:
+        """Remember an adapter no longer."""
+        with self._lock:
+            self._seen.pop(digest, None)
+
     def measured(self, digest: str, elements: int) -> None:
         """Remember the size of an adapter's image on one GPU, if the adapter is remembered."""
         with self._lock:
             if digest in self._seen:
                 self._seen[digest].elements = elements
+
+    def ref(self, digest: str) -> AdapterRef | None:
+        """Return the remembered adapter with this digest; None if there is none."""
+        seen = self._seen.get(digest)
+        return seen.ref if seen else None
 
     def elements(self, digest: str) -> int | None:
         """Return the elements of an adapter's image; None if unknown."""

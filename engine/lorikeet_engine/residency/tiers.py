@@ -112,6 +112,7 @@ class Tiers:
         wake = self._wake
         self.weights = allocate_weights(shape, gpu_bytes, max_slots, dtype, device, arena)
         self.arena = arena_of(self.weights, device, followers)
+        self._to_forget = set[str]()  # digests
         self._changes = ResidencyChanges(self.residency_of)
         self.changed, note = self._changes.changed, self._changes.note
         clock, pool = time.monotonic, SlotPool(gpu_bytes // dtype.itemsize, max_slots)
@@ -299,7 +300,7 @@ class Tiers:
         if self._has_work or self._look_s is None or began_s >= self._look_s:
             self._has_work = False  # first: a `wake` during the work is for the next call
             self._retry_s = self._move(began_s)
-            waits = self._requests.loading or self._requests.wait_for_gpu
+            waits = self._requests.loading or self._requests.wait_for_gpu or self._to_forget
             later_s = began_s + RETRY_S if self._pins else math.inf
             look_s = later_s if self._retry_s is None else self._retry_s
             self._look_s = None if waits else look_s
@@ -322,9 +323,20 @@ class Tiers:
         retry_s = self._pins.maintain(may_place=may_place)
         may_load = not self._pins.loading and not self._requests.loading
         self._prefetches.advance(may_load=may_load, may_place=may_place)
+        self._to_forget -= set(filter(self._forget, list(self._to_forget)))
         guard_s = None if may_place else self._gpu.next_guard_end_s(began_s)
         delay_s = min((s for s in (retry_s, guard_s) if s is not None), default=None)
         return None if delay_s is None else began_s + delay_s
+
+    def _forget(self, digest: str) -> bool:
+        """Drop a transient adapter from the GPU and the host; return False while it is in use."""
+        ref = self._stats.ref(digest)
+        if ref is None or not ref.transient or digest in self._pins:
+            return True
+        if digest in self._requests or not (self._gpu.drop(digest) and self._host.drop(digest)):
+            return False
+        self._stats.forget(digest)
+        return True
 
     def _excused(self, result: LoadResult) -> LoadResult:
         """Return a load's result, without the error if the store lacks the blob and only a prefetch
@@ -360,6 +372,14 @@ class Tiers:
         """
         self._stats.remember(ref)
         self._prefetches.add(ref, tier, uses)
+        self._wake()
+
+    def forget(self, digest: str) -> None:
+        """Drop a transient adapter (AdapterRef) from the GPU and the host once no request uses it.
+
+        Does nothing for an adapter that is pinned or not transient.
+        """
+        self._to_forget.add(digest)
         self._wake()
 
     def unpin(self, digest: str) -> None:

@@ -34,7 +34,8 @@ class DeviceMemory:
 class StartUpStages(DeviceMemory):
     """Memory and time that each stage of an engine's start took.
 
-    bytes: stage's name → bytes of device memory that the finished stage took.
+    bytes: stage's name → bytes of device memory that the finished stage took; 0 if other processes
+        freed more meanwhile.
     seconds: stage's name → seconds that the finished stage took.
     free: bytes free on the device for the next stage. Memory of other processes counts as used.
     """
@@ -63,7 +64,8 @@ class StartUpStages(DeviceMemory):
         if self.device.type == "cuda":
             torch.cuda.synchronize()
         self.seconds[name] = time.perf_counter() - began_s
-        self.take(name, self.free - free_bytes(self.device))
+        free = free_bytes(self.device)
+        self.bytes[name], self.free = max(0, self.free - free), free
 
     @property
     def facts(self) -> dict[str, float]:

@@ -28,7 +28,7 @@ from lorikeet_engine.adapter_format.variants import (
     write_variant,
 )
 from lorikeet_engine.errors import AdapterError, NotFinite
-from lorikeet_engine.request import Request, SamplingParams, SchedulingParams
+from lorikeet_engine.request import Request, SamplingParams
 from lorikeet_engine.telemetry.status import EngineInfo
 
 _SAMPLE_TOKENS = 2048
@@ -49,6 +49,8 @@ _SAME_RATIO = 0.02
 
 Fetch = Callable[[AdapterRef, Path], object]
 """Function that downloads an adapter's blob from the store to a file. Raises StoreError."""
+Forget = Callable[[str], object]
+"""Function that drops the transient adapter with this digest from the engine."""
 Score = Callable[[Request], Awaitable[Sequence[Sequence[float]]]]
 """Function that runs a request and returns, for each of its prompts, the log-probabilities of the
 tokens from the second to the last.
@@ -74,6 +76,7 @@ async def prove_parity(
     fetch: Fetch,
     lock: asyncio.Lock,
     score: Score,
+    forget: Forget,
 ) -> Parity:
     """Score a trainer's probes with the served adapter, judge the difference and explain it.
 
@@ -85,18 +88,27 @@ async def prove_parity(
     fetch: downloads an adapter's blob from the store to a file.
     lock: lock that lets one proof at a time try variants.
     score: runs a request; returns the log-probabilities of each prompt's tokens from the second.
+    forget: drops a variant from the engine once it is scored.
+
+    Requests have no tenant, so that no tenant's usage counts their loads.
 
     Raises InvalidInput for probes that the engine cannot score, EngineError if a request fails.
     """
-    return await _Proof(test, info, blobs, fetch, score).run(lock)
+    return await _Proof(test, info, blobs, fetch, score, forget).run(lock)
 
 
 class _Proof:
     def __init__(
-        self, test: ParityTest, info: EngineInfo, blobs: Path, fetch: Fetch, score: Score
+        self,
+        test: ParityTest,
+        info: EngineInfo,
+        blobs: Path,
+        fetch: Fetch,
+        score: Score,
+        forget: Forget,
     ) -> None:
         self._test, self._info, self._blobs = test, info, blobs
-        self._fetch, self._score = fetch, score
+        self._fetch, self._score, self._forget = fetch, score, forget
         self._probes = test.probes.probes
         longest = max(len(probe.token_ids) for probe in self._probes)
         if longest >= info.max_context:
@@ -293,11 +305,15 @@ class _Proof:
         """Return the log-probabilities of the sample (the first probes) with a changed copy of a
         blob; None if the copy is no adapter for this model.
         """
+        adapter = self._test.adapter
         async with _written(blob, variant) as digest:
+            named = {"name": f"{adapter.name} (variant)", "digest": digest}
             try:
-                return await self._scores(self._sample, replace(self._test.adapter, digest=digest))
+                return await self._scores(self._sample, replace(adapter, **named, transient=True))
             except (AdapterError, NotFinite):
                 return None
+            finally:
+                self._forget(digest)
 
     async def _scores(self, probes: Sequence[Probe], adapter: AdapterRef | None) -> np.ndarray:
         """Return the replica's log-probabilities of all probes' scored tokens (those for which the
@@ -312,7 +328,6 @@ class _Proof:
             SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0),
             adapter=adapter,
             salt=self._test.request_id,  # no prefixes that others cached
-            scheduling=SchedulingParams(tenant=self._test.adapter.tenant),
         )
         found = await self._score(request)
         return joined([all_[-len(p.logprobs) :] for p, all_ in zip(probes, found, strict=True)])

@@ -202,7 +202,8 @@ class Replica:
         """
         try:
             at = self._blobs, self._fetch_blob
-            return await prove_parity(test, self._engine.info, *at, self._explaining, self._scores)
+            run = self._explaining, self._scores, self._engine.forget
+            return await prove_parity(test, self._engine.info, *at, *run)
         except (EngineError, InvalidInput) as error:
             return _refuse(error)
 

@@ -415,6 +415,19 @@ class GpuAdapters:
         else:
             self._evict(adapter)
 
+    def drop(self, digest: str) -> bool:
+        """Free an adapter's memory, if it is on the GPU, even if it is guarded.
+
+        Returns False, and frees nothing, while the adapter is leased or being copied. It must not
+        be pinned.
+        """
+        adapter = self._adapters.get(digest)
+        if adapter is not None and (adapter.leases or adapter.copying):
+            return False
+        if adapter is not None:
+            self._remove(adapter)
+        return True
+
     def is_pinned(self, digest: str) -> bool:
         """Whether an adapter is on the GPU and pinned."""
         return digest in self._reservations and digest in self._adapters
@@ -539,14 +552,17 @@ class GpuAdapters:
         del self._by_score[bisect_left(self._by_score, (adapter.score, adapter.ref.digest))]
 
     def _evict(self, adapter: GpuAdapter) -> None:
-        digest = adapter.ref.digest
         self._evictions += 1
         if self.evicted is not None:
-            self.evicted.add(digest, adapter.layout.elements)
+            self.evicted.add(adapter.ref.digest, adapter.layout.elements)
+        self._remove(adapter)
+        idle_s = self._clock() - adapter.last_used_s
+        log.info("adapter_evicted", extra={"adapter": str(adapter.ref), "idle_s": idle_s})
+
+    def _remove(self, adapter: GpuAdapter) -> None:
+        digest = adapter.ref.digest
         del self._adapters[digest]
         self._held.pop(digest, None)
         self._take_out(adapter)
         self._on_change(digest)
         self._arena.run(self._pool.free(adapter.slot))
-        idle_s = self._clock() - adapter.last_used_s
-        log.info("adapter_evicted", extra={"adapter": str(adapter.ref), "idle_s": idle_s})
