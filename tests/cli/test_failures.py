@@ -1,17 +1,23 @@
 """A failure is one sentence on stderr with its remedy, and an exit status."""
 
 import json
+import shutil
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 from fastapi import FastAPI
 from typer.testing import CliRunner, Result
 
 from lorikeet.cli import app
+from lorikeet.cli.admin_client import AdminClient
 from lorikeet.gateway.listeners import PublicListener
 from tests.cli.conftest import Lorikeet
+from tests.cli.peft_folders import peft_folder
 from tests.gateway.conftest import listening
 
 
@@ -107,13 +113,66 @@ def test_an_older_service_is_shown_or_named() -> None:
     row = {"tenant": "acme", "requests": 3, **tokens, **loads}
     old.get("/admin/v1/usage")(lambda: {**days, "data": [row]})
     old.get("/admin/v1/tenants")(lambda: days)
+    limits = {"tenant": "acme", "adapters": 1, "total_bytes": 1, "created": 0, "weight": 2.0}
+    old.get("/admin/v1/tenants/acme")(lambda: limits)
+    unknown = ("adapter", "model", "base_quantization", "base_warning", "code", "first_token_ms")
+    asked = {"request": "GET /v1/models", "received": 0, "tenant": "acme", "key_id": "k1"}
+    asked |= dict.fromkeys((*unknown, "replica", "residency", "tokens"))
+    asked |= {"outcome": "finished", "total_ms": 1.0, "stages": [], "attempts": []}
+    old.get("/admin/v1/requests/r1")(lambda: asked)
     with listening(old) as url:
-        for command, shown in (("status", "old"), ("pins", "launch"), ("usage", "acme")):
-            result = run("--server", url, "--key", "lk_x", command)
+        for command, shown in (
+            ("status", "old"),
+            ("pins", "launch"),
+            ("usage", "acme"),
+            ("tenants show acme", "Weight"),
+            ("why r1", "Finished after 1.0 ms"),
+        ):
+            result = run("--server", url, "--key", "lk_x", *command.split())
             assert (result.exit_code, result.stderr) == (0, ""), result
             assert shown in result.stdout
         said = sentence(run("--server", url, "--key", "lk_x", "tenants", "list"))
     assert "has no 'data': the service is older than this command" in said
+
+
+def _without(lacking: Collection[str], value: Any) -> Any:
+    """Return a JSON value without the members named in `lacking`, at any depth."""
+    if isinstance(value, list):
+        return [_without(lacking, each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    return {name: _without(lacking, each) for name, each in value.items() if name not in lacking}
+
+
+def test_register_and_show_work_at_a_service_whose_versions_lack_members(
+    lorikeet: Lorikeet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """0.1.0 lacks all of them, and refuses `vocabulary` in a request."""
+    folder, ask = peft_folder(tmp_path / "peft"), AdminClient._ask
+    shutil.copy("demo/model/tokenizer.json", folder)
+    lacking: Collection[str] = ()
+
+    def older(*arguments: Any, **options: Any) -> httpx.Response:
+        sent = options.get("content")
+        told = json.loads(sent).get("vocabulary") if isinstance(sent, bytes) else None
+        if told is not None and "vocabulary" in lacking:
+            message = "not supported here: vocabulary"
+            said = {"code": "unsupported_parameter", "param": "vocabulary", "message": message}
+            return httpx.Response(400, json={"error": said})
+        answer = ask(*arguments, **options)
+        return httpx.Response(answer.status_code, json=_without(lacking, answer.json()))
+
+    monkeypatch.setattr(AdminClient, "_ask", older)
+    of_defaults = ("tokenizer", "defaults", "vocabulary_warning")
+    later = ("invocation_tokens", "head", "embedder", "vocabulary", "parity", *of_defaults)
+    for number, lacking in enumerate([*((each,) for each in later), later]):
+        name = f"acme/a{number}"
+        given = ("register", str(folder), name, "--system-prompt", "Be brief.")
+        registered, shown = lorikeet.run(*given), lorikeet.run("show", name)
+        for result in (registered, shown):
+            assert (result.exit_code, result.stderr) == (0, ""), (lacking, result)
+            assert ("Be brief." in result.stdout) == ("defaults" not in lacking)
+        assert f"{name} version 1, now prod" in registered.stdout
 
 
 @pytest.mark.parametrize("key", ["lk_\u2026", "lk_a\nb", "lk_\x1b[2J", "lk_\xe9"])

@@ -78,11 +78,11 @@ def show(ctx: typer.Context, adapter: Adapter, as_of: AsOf = None, as_json: AsJs
     for what, versions in touched.items():
         print_line(f"Version {', '.join(versions)} changes {what}")
     for version in reversed(answer["versions"]):
-        if version["defaults"] is not None:
-            own = show_defaults(version["defaults"])
+        if (defaults := version.get("defaults")) is not None:  # 0.1.0 has neither
+            own = show_defaults(defaults)
             print_line(f"Version {version['version']} has its own {own}")
-        if version["parity"] is not None:
-            print_version_parity(version["version"], version["parity"])
+        if (parity := version.get("parity")) is not None:
+            print_version_parity(version["version"], parity)
     for version in reversed(answer["versions"]):
         for line in (*show_kind(version), *_base_lines(version)):
             print_line(f"Version {version['version']} {line}")
@@ -119,20 +119,20 @@ def show_kind(version: dict[str, Any]) -> Iterator[str]:
     """Describe a version that is more than a plain LoRA: its own pooling, the labels of its head,
     or its invocation tokens. Yields nothing for a plain LoRA.
 
-    version: the version as the admin API's JSON.
+    version: the version as the admin API's JSON; that of 0.1.0 tells of plain LoRA alone.
     """
-    if (embedder := version["embedder"]) is not None:
+    if (embedder := version.get("embedder")) is not None:
         scaled = ", normalised" if embedder["normalizes"] else ""
         yield f"embeds texts by pooling {embedder['pooling']}{scaled}"
-    if (head := version["head"]) is not None:
+    if (head := version.get("head")) is not None:
         labels = head["labels"]
         more = ", …" if len(labels) > _SHOWN_LABELS else ""
         shown = escape(", ".join(labels[:_SHOWN_LABELS]) + more)
         count = f"{len(labels)} label{'s' * (len(labels) != 1)}"
         yield f"classifies texts by a head of {count}: {shown}"
-    if count := version["vocabulary"]:
+    if count := version.get("vocabulary"):
         yield f"has {count} tokens, more than its base model"
-    if tokens := version["invocation_tokens"]:
+    if tokens := version.get("invocation_tokens"):
         shown = ", ".join(map(str, tokens))
         yield f"is an activated LoRA: it changes a prompt from the last tokens {shown} on"
 
@@ -146,7 +146,7 @@ def _defaults(defaults: dict[str, Any]) -> Iterator[str]:
     if (template := defaults["chat_template"]) is not None:
         digest = hashlib.sha256(template.encode()).hexdigest()[:12]
         yield f"chat template ({show_size(len(template.encode()))}, SHA-256 {digest}…)"
-    if (tokenizer := defaults["tokenizer"]) is not None:
+    if (tokenizer := defaults.get("tokenizer")) is not None:  # older services have none
         names = [token["content"] for token in tokenizer["added"]]
         more = ", …" if len(names) > _SHOWN_TOKENS else ""
         shown = f": {', '.join(names[:_SHOWN_TOKENS])}{more}" if names else ""

@@ -31,7 +31,7 @@ from lorikeet.cli.adapters.upload import send_blob, with_retries
 from lorikeet.cli.admin_client import AdminClient, admin
 from lorikeet.cli.arguments import Adapter, AdapterName
 from lorikeet.cli.output import AsJson, print_json, print_line, print_warning
-from lorikeet.errors import InvalidInput, LorikeetError
+from lorikeet.errors import InvalidInput, LorikeetError, UnsupportedParameter
 from lorikeet.sizes import show_size
 from lorikeet.tokenizer_vocabulary import read_vocabulary
 from lorikeet_engine.adapter_format import write_blob
@@ -173,10 +173,16 @@ def register_source(
     sent = _send(server, source, revision, about, defaults, quiet=quiet)
     wanted = {**sent, "base_model": base_model, **options}
     path = f"/adapters/{adapter.path}/versions"
-    answer, is_new = with_retries(lambda: server.post_new(path, wanted))
+    try:
+        answer, is_new = with_retries(lambda: server.post_new(path, wanted))
+    except LorikeetError as error:
+        if (error.code, error.param) != (UnsupportedParameter.code, "vocabulary"):
+            raise
+        del wanted["vocabulary"]  # serves a warning alone, which 0.1.0 lacks
+        answer, is_new = with_retries(lambda: server.post_new(path, wanted))
     for kind in ("base_warning", "template_warning", "vocabulary_warning"):
-        if answer[kind] is not None:
-            print_warning(answer[kind])
+        if (warning := answer.get(kind)) is not None:  # 0.1.0 warns of no vocabulary
+            print_warning(warning)
     return answer, is_new
 
 
@@ -254,9 +260,9 @@ def _print_version(answer: dict[str, Any], *, is_new: bool) -> None:
     for line in show_kind(answer):
         print_line(line)
     print_line(f"digest {answer['digest']}")
-    if answer["defaults"] is not None:
-        print_line(f"has its own {show_defaults(answer['defaults'])}")
-    if answer["parity"] is not None:
-        print_parity(answer["parity"])
+    if (defaults := answer.get("defaults")) is not None:  # 0.1.0 has neither
+        print_line(f"has its own {show_defaults(defaults)}")
+    if (parity := answer.get("parity")) is not None:
+        print_parity(parity)
     if "smoke" in answer:
         print_smoke(answer["smoke"])

@@ -74,14 +74,14 @@ def _summary(found: Json) -> Iterator[str]:
     came = datetime.fromtimestamp(found["received"], tz=UTC).strftime("%Y-%m-%d %H:%M:%S")
     yield _plain(found["request"])
     yield f"Received {came} UTC from [cyan]{found['tenant']}[/cyan] with {found['key_id']}"
-    if found["adapters"]:
+    if found.get("adapters"):  # 0.1.0 has neither this nor invoked, resumed and drafts
         yield f"Asked for {_plain(found['model'])}: {len(found['adapters'])} adapters added up"
         yield from map(_member, found["adapters"])
     elif found["adapter"]:
         yield f"Asked for {_plain(found['model'])}: {found['adapter']}, {found['digest'][:12]}"
     elif found["model"]:
         yield f"Asked for {_plain(found['model'])}"
-    if found["invoked"] is False:
+    if found.get("invoked") is False:
         yield (
             "[yellow]The prompt does not have the adapter's invocation tokens: the base model "
             "computed the answer[/yellow]"
@@ -95,12 +95,12 @@ def _summary(found: Json) -> Iterator[str]:
         there = found["replica_status"]
         running, waiting = there["running"], there["waiting"]
         yield f"On {found['replica']}, beside {running} running and {waiting} waiting requests"
-    if found["resumed"]:
+    if found.get("resumed"):
         reasons = ", ".join(found["resumed"])
         yield f"Its answer went on at another replica: {reasons}"
     if found["residency"]:
         waited = "" if found["load_ms"] is None else f"; it waited {_ms(found['load_ms'])} for it"
-        farthest = "farthest " if found["adapters"] else ""
+        farthest = "farthest " if found.get("adapters") else ""
         yield f"Its {farthest}adapter was on tier {found['residency']} when it came{waited}"
     tokens = found["tokens"]
     if tokens and any(tokens.values()):  # pushes and look-ups have none
@@ -109,7 +109,7 @@ def _summary(found: Json) -> Iterator[str]:
             f"Tokens: {tokens['prompt']} in, {tokens['cached']} of them cached{from_host},"
             f" {tokens['output']} out; {found['preemptions']} preemptions"
         )
-    if (drafts := found["drafts"]) and drafts["drafted"]:
+    if (drafts := found.get("drafts")) and drafts["drafted"]:
         sources = drafts.get("sources", {})  # gateways of 0.1.0 do not tell them
         each = [f"{name} {n['accepted']} of {n['drafted']}" for name, n in sources.items()]
         detail = f" ({', '.join(each)})" if len(each) > 1 else ""

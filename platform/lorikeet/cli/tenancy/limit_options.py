@@ -257,8 +257,13 @@ def takes_limits(options: Sequence[LimitOption]) -> Callable[[Callable[..., T]],
 
 
 def print_limits(options: Sequence[LimitOption], record: Mapping[str, Any]) -> None:
-    """Print the current limits of a tenant or a key."""
-    rows = [[limit.title, _shown(limit, record[limit.name])] for limit in options]
+    """Print the current limits of a tenant or a key.
+
+    record: the tenant or key as the admin API's JSON. Limits that an older service lacks are not
+        printed.
+    """
+    known = [limit for limit in options if limit.name in record]
+    rows = [[limit.title, _shown(limit, record[limit.name])] for limit in known]
     print_table(["Limit", "Now"], rows, empty="")
 
 
