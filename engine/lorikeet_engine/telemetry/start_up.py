@@ -22,8 +22,12 @@ class DeviceMemory:
         self.bytes: dict[str, int] = {}
 
     def take(self, name: str, size: int) -> None:
-        """Record that a part of the engine took this many bytes."""
-        self.bytes[name] = size
+        """Record that a part of the engine took this many bytes.
+
+        size: decrease of the free bytes. If other processes freed more than the part took, the size
+            is negative, and the part counts as 0 bytes.
+        """
+        self.bytes[name] = max(0, size)
         self.free -= size
 
     def __str__(self) -> str:
@@ -34,8 +38,7 @@ class DeviceMemory:
 class StartUpStages(DeviceMemory):
     """Memory and time that each stage of an engine's start took.
 
-    bytes: stage's name → bytes of device memory that the finished stage took; 0 if other processes
-        freed more meanwhile.
+    bytes: stage's name → bytes of device memory that the finished stage took.
     seconds: stage's name → seconds that the finished stage took.
     free: bytes free on the device for the next stage. Memory of other processes counts as used.
     """
@@ -64,8 +67,7 @@ class StartUpStages(DeviceMemory):
         if self.device.type == "cuda":
             torch.cuda.synchronize()
         self.seconds[name] = time.perf_counter() - began_s
-        free = free_bytes(self.device)
-        self.bytes[name], self.free = max(0, self.free - free), free
+        self.take(name, self.free - free_bytes(self.device))
 
     @property
     def facts(self) -> dict[str, float]:

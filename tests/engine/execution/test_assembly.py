@@ -114,6 +114,18 @@ def test_a_stage_that_runs_out_of_memory_names_the_bytes_of_all_stages():
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
 
+def test_memory_that_other_processes_free_in_a_stage_is_not_taken_from_it(monkeypatch):
+    free = iter((100, 140, 120))
+    monkeypatch.setattr("lorikeet_engine.telemetry.start_up.free_bytes", lambda _: next(free))
+    start = StartUpStages(CPU)
+    for stage in ("slot pool", "weights"):
+        with start.stage(stage):
+            pass
+    facts = start.facts
+    sizes = facts["slot_pool_bytes"], facts["weights_bytes"], facts["free_bytes"]
+    assert sizes == (0, 20, 120)
+
+
 def test_other_errors_of_a_stage_are_raised_unchanged():
     with pytest.raises(RuntimeError, match="illegal"), StartUpStages(CPU).stage("weights"):
         raise RuntimeError("illegal memory access")
