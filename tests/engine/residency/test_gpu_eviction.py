@@ -1,4 +1,6 @@
-"""Eviction from the GPU and the host when they are full."""
+"""Eviction from the GPU and the host when they are full, and of transient adapters at once."""
+
+from dataclasses import replace
 
 from lorikeet_engine.adapter import Residency
 from tests.engine.blobs import everywhere
@@ -149,3 +151,42 @@ def test_an_adapter_evicted_from_gpu_and_host_is_reloaded_from_disk(shelf, bench
         b.lease(ref).release()
     assert b.tiers.residency(refs[0]) is Residency.DISK
     assert shelf.fetched == list("abcdef")
+
+
+# Transient adapters.
+
+
+def test_a_transient_adapter_is_forgotten_once_no_lease_holds_it(shelf, bench):
+    plain, pinned, passing = make(shelf, "abc")
+    pinned, passing = replace(pinned, transient=True), replace(passing, transient=True)
+    b = bench()
+    b.tiers.pin(pinned)
+    for ref in (plain, pinned):
+        b.lease(ref).release()
+    lease = b.lease(passing)
+    for ref in (plain, pinned, passing):
+        b.tiers.forget(ref.digest)
+    b.tiers.advance()
+    shelf.check(passing, b.tiers.weights, lease.slot)
+    lease.release()
+    b.tiers.advance()
+    kept = {"a": (Residency.GPU, 0, False), "b": (Residency.GPU, 0, True)}
+    assert b.report() == kept
+    assert b.tiers.residency(passing) is Residency.DISK
+    assert (b.gpu.adapters, b.gpu.evictions) == (2, 0)
+    assert b.tiers.status()[Residency.HOST].adapters == 2
+    b.image(plain)
+    assert not b.tiers._disk.has_image(passing.digest)
+
+
+def test_a_transient_adapter_that_is_loading_is_forgotten_once_it_has_loaded(shelf, bench):
+    (passing,) = make(shelf, "a")
+    b = bench()
+    b.tiers.request(replace(passing, transient=True))
+    b.tiers.forget(passing.digest)
+    b.until(lambda: not b.tiers._to_forget)
+    assert shelf.fetched == ["a"]
+    assert (b.gpu.adapters, b.tiers.status()[Residency.HOST].adapters) == (0, 0)
+    assert b.report() == {}
+    b.lease(passing).release()
+    b.image(passing)
