@@ -307,9 +307,10 @@ class _Proof:
         """
         adapter = self._test.adapter
         async with _written(blob, variant) as digest:
-            named = {"name": f"{adapter.name} (variant)", "digest": digest}
+            name = f"{adapter.name} (variant)"
+            changed = replace(adapter, name=name, digest=digest, transient=True)
             try:
-                return await self._scores(self._sample, replace(adapter, **named, transient=True))
+                return await self._scores(self._sample, changed)
             except (AdapterError, NotFinite):
                 return None
             finally:
