@@ -44,8 +44,8 @@ class ParityWorld:
     def prove_ref(self, ref: AdapterRef, probes: Probes, bounds: Bounds = DEFAULTS) -> Parity:
         test = ParityTest(f"proof-{len(self.requests)}", ref, probes, bounds)
         at = self.cache, self.shelf.fetch
-        run = asyncio.Lock(), self._score, self.engine.forget
-        proof = prove_parity(test, self.engine.info, *at, *run)
+        forget = self.engine.forget
+        proof = prove_parity(test, self.engine.info, *at, asyncio.Lock(), self._score, forget)
         return asyncio.run(proof)
 
     async def _score(self, request: Request) -> list[list[float]]:

@@ -323,7 +323,7 @@ class Tiers:
         retry_s = self._pins.maintain(may_place=may_place)
         may_load = not self._pins.loading and not self._requests.loading
         self._prefetches.advance(may_load=may_load, may_place=may_place)
-        self._to_forget -= set(filter(self._forget, list(self._to_forget)))
+        self._to_forget -= {digest for digest in list(self._to_forget) if self._forget(digest)}
         guard_s = None if may_place else self._gpu.next_guard_end_s(began_s)
         delay_s = min((s for s in (retry_s, guard_s) if s is not None), default=None)
         return None if delay_s is None else began_s + delay_s

@@ -203,9 +203,15 @@ class Replica:
         Returns a Refusal if the probes (the trainer's token sequences) cannot be scored.
         """
         try:
-            at = self._blobs, self._fetch_blob
-            run = self._explaining, self._scores, self._engine.forget
-            return await prove_parity(test, self._engine.info, *at, *run)
+            return await prove_parity(
+                test,
+                self._engine.info,
+                self._blobs,
+                self._fetch_blob,
+                self._explaining,
+                self._scores,
+                self._engine.forget,
+            )
         except (EngineError, InvalidInput) as error:
             return _refuse(error)
 

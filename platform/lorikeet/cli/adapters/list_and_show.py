@@ -130,8 +130,8 @@ def show_kind(version: dict[str, Any]) -> Iterator[str]:
         shown = escape(", ".join(labels[:_SHOWN_LABELS]) + more)
         count = f"{len(labels)} label{'s' * (len(labels) != 1)}"
         yield f"classifies texts by a head of {count}: {shown}"
-    if count := version.get("vocabulary"):
-        yield f"has {count} tokens, more than its base model"
+    if tokens_in_all := version.get("vocabulary"):
+        yield f"has {tokens_in_all} tokens, more than its base model"
     if tokens := version.get("invocation_tokens"):
         shown = ", ".join(map(str, tokens))
         yield f"is an activated LoRA: it changes a prompt from the last tokens {shown} on"
