@@ -27,6 +27,7 @@ from lorikeet.replica.request_builder import RequestBuilder
 from lorikeet.request_defaults import MAX_ADDED_TOKENS, RequestDefaults, TokenizerChanges
 from lorikeet.text.detokenizer import Detokenizer
 from lorikeet.text.prompts import PromptEncoder, encode_call
+from lorikeet.text.tenant_threads import TenantThreads, ThreadCache
 from lorikeet.tokenizer_vocabulary import read_tokenizer
 from lorikeet_engine.adapter import AdapterRef
 from lorikeet_engine.adapter_format import write_blob
@@ -306,6 +307,18 @@ def test_own_encoders_are_made_once_in_threads(
 
     asyncio.run(ask())
     assert made == [False, False]
+
+
+def test_the_last_used_results_are_kept() -> None:
+    made = list[int]()
+
+    async def ask() -> None:
+        cache = ThreadCache(made.append, 2, TenantThreads())
+        for number in (1, 2, 1, 3, 1, 2):
+            await cache.get("acme", number)
+
+    asyncio.run(ask())
+    assert made == [1, 2, 3, 2]
 
 
 async def never() -> Any:
