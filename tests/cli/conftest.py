@@ -37,7 +37,7 @@ from lorikeet.protocol.parity import ParityTest
 from lorikeet.protocol.replica_report import ReplicaReport
 from lorikeet.text.template_server import TemplateProcesses
 from lorikeet_engine.adapter import AdapterRef, Residency
-from lorikeet_engine.adapter_format import AdapterLimits
+from lorikeet_engine.adapter_format import AdapterLimits, BaseCopy
 from tests.cli.peft_folders import SHAPE
 from tests.forked_processes import start_template_server
 from tests.gateway.conftest import demo_encoder
@@ -48,11 +48,13 @@ class ReportingEngines:
 
     second: second token of an adapter's answers in a smoke test; the base model's second token is
         1.
+    base_matrices: SHA-256 of the base model's matrices.
     """
 
     def __init__(self) -> None:
         self.said: list[ReplicaReport] = []
         self.second = 2
+        self.base_matrices: set[str] = set()
         self.proofs: list[ParityTest] = []
         self.proved: Parity | Refusal = Parity(Verdict.ACCEPTED, 3, 0.01, 0.03, 0.0002)
 
@@ -69,6 +71,9 @@ class ReportingEngines:
     async def parity(self, base_model: str, test: ParityTest) -> Parity | Refusal:
         self.proofs.append(test)
         return self.proved
+
+    async def changed_copies(self, base_model: str, copies: Sequence[BaseCopy]) -> list[str]:
+        return [copy.module for copy in copies if copy.sha256 not in self.base_matrices]
 
     async def reports(self, _: Residency = Residency.DISK) -> Sequence[ReplicaReport]:
         return self.said

@@ -9,6 +9,7 @@ from codecs import BOM_UTF8
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -447,12 +448,31 @@ def test_a_line_is_sent_again_while_the_service_is_overloaded(gateway: Gateway) 
     assert set(tried.values()) == {3}
 
 
+def test_a_line_that_the_service_fails_waits_longer_each_time(
+    gateway: Gateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "_FIRST_WAIT_S", 0.05)
+    sent_s = list[float]()
+
+    async def broken_at_first(call: Call) -> Items:
+        sent_s.append(time.monotonic())
+        if len(sent_s) < 4:
+            raise GenerationFailed("the step failed")
+        async for item in repeat(call):
+            yield item
+
+    gateway.engines.replay = broken_at_first
+    ended(gateway, make(gateway, [line("a")]))
+    waits_s = [after - before for before, after in pairwise(sent_s)]
+    assert all(wait_s >= 0.05 * 2**n for n, wait_s in enumerate(waits_s)), waits_s
+
+
 def test_a_line_that_the_service_fails_for_a_while_is_answered(
     gateway: Gateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def broken_at_first(call: Call) -> Items:
         if len(gateway.engines.calls) < 20:
-            raise GenerationFailed("the end of the answer was lost")
+            raise GenerationFailed("the step failed")
         async for item in repeat(call):
             yield item
 

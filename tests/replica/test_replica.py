@@ -307,6 +307,14 @@ def test_the_call_itself_ends_with_one_item(settings):
     assert run(settings, scenario) == [None]
 
 
+def test_a_stream_to_a_gateway_begins_with_an_empty_message(settings):
+    async def scenario(replica):
+        async with aclosing(replica.response_stream(replica.name, "other")) as stream:
+            return await anext(stream)
+
+    assert run(settings, scenario) == []
+
+
 def test_a_call_of_a_gateway_without_a_stream_goes_elsewhere(settings, monkeypatch):
     monkeypatch.setattr(response_stream_module, "_OPENING_S", 0.1)
 

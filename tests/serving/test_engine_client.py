@@ -169,25 +169,14 @@ def test_a_refusal_by_the_call_is_the_answer():
     run(scenario)
 
 
-@pytest.mark.parametrize("begun", [(HEADER,), (HEADER, b"a")])
-def test_a_call_that_ended_before_its_answer_is_not_retried(monkeypatch, begun):
-    monkeypatch.setattr(engines_module, "_LATE_S", 0.05)
-
-    async def scenario(engines, handle):
-        asking = await asked(engines, handle)
-        handle.deliver(*begun)
-        handle.calls[0][1].end()
-        with pytest.raises(GenerationFailed):
-            await asking
-        assert len(handle.calls) == 1
-
-    run(scenario)
-
-
-def test_a_call_whose_answer_was_too_large_for_the_stream_is_not_retried():
+@pytest.mark.parametrize("call_has_ended", [True, False])
+def test_a_call_whose_answer_was_too_large_for_the_stream_is_not_retried(call_has_ended):
     async def scenario(engines, handle):
         asking = await asked(engines, handle)
         handle.deliver(HEADER)
+        if call_has_ended:
+            handle.calls[0][1].end()
+            await asyncio.sleep(0.02)
         handle.responses_opened[-1].say(ended_by(grpc.StatusCode.RESOURCE_EXHAUSTED))
         with pytest.raises(GenerationFailed):
             await asking
@@ -284,37 +273,104 @@ def ended_by(code):
     return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata())
 
 
-def test_an_answer_may_end_long_after_its_call_while_items_come(monkeypatch):
-    monkeypatch.setattr(engines_module, "_LATE_S", 0.5)
+@pytest.mark.parametrize("begun", [(), (HEADER,), (HEADER, b"a")])
+def test_no_answer_is_lost_by_slowness(monkeypatch, begun):
+    monkeypatch.setattr(engines_module, "_FIRST_ITEM_S", 0.01)
 
     async def scenario(engines, handle):
+        handle.responses_opened[-1].say([])
+        await asyncio.sleep(0.01)
         asking = await asked(engines, handle)
-        handle.deliver(HEADER)
         handle.calls[0][1].end()
-        for _ in range(8):
-            handle.deliver(b"part ")
-            await asyncio.sleep(0.1)
-        handle.deliver(USAGE, b"end", ended=True)
-        parts = [item for item in await asking if isinstance(item, bytes)]
-        assert b"".join(parts) == b"part " * 8 + b"end"
+        if begun:
+            handle.deliver(*begun)
+        await asyncio.sleep(0.2)
+        handle.deliver(*(HEADER, b"a")[len(begun) :], USAGE, b"end", ended=True)
+        assert bytes_of(await asking) == b"aend"
         assert len(handle.calls) == 1
 
     run(scenario)
 
 
-def test_no_answer_is_lost_while_the_event_loop_is_late(monkeypatch):
-    monkeypatch.setattr(engines_module, "_LATE_S", 0.2)
-    monkeypatch.setattr(engines_module, "_LATE_LOOP_S", 0.05)
+@pytest.mark.parametrize("call_ends_first", [True, False])
+@pytest.mark.parametrize("how", ["died", "closed", "replaced"])
+def test_an_answer_whose_stream_ends_after_its_call_goes_on_elsewhere(
+    three_replicas, how, call_ends_first
+):
+    async def scenario(engines, handle):
+        asking = await asked(engines, handle)
+        stream, (_, call) = handle.responses_opened[-1], handle.calls[0]
+        opened = len(handle.responses_opened) + (how != "replaced")
+        handle.deliver(replace(HEADER, replica=handle.opened_at[-1]), b"a", log=LONG)
+        if call_ends_first:
+            call.end()
+            await asyncio.sleep(0.02)
+            assert len(handle.calls) == 1
+        ends = {"died": ended_by(grpc.StatusCode.UNAVAILABLE), "closed": StopAsyncIteration()}
+        stream.say(ends.get(how, []))
+        await asyncio.sleep(0.02)
+        assert call_ends_first or len(handle.calls) == 1, "its end may have come before"
+        call.end()
+        await until(lambda: len(handle.calls) == 2)
+        assert handle.calls[1][0].log == LONG
+        await until(lambda: len(handle.responses_opened) == opened)
+        handle.deliver(replace(HEADER, replica="r2"), USAGE, b"b", ended=True)
+        items = await asking
+        assert bytes_of(items) == b"ab"
+        assert [i for i in items if isinstance(i, Resumed)] == [Resumed(ResumeReason.REPLICA_LOST)]
+
+    run(scenario)
+
+
+def test_an_answer_stays_when_another_replicas_stream_ends(three_replicas):
+    async def scenario(engines, handle):
+        await until(lambda: len(handle.responses_opened) == 3)
+        asking = await asked(engines, handle)
+        handle.deliver(HEADER, b"a", log=LONG)
+        await asyncio.sleep(0.02)
+        handle.calls[0][1].end()
+        handle.responses_opened[0].say(ended_by(grpc.StatusCode.UNAVAILABLE))
+        await asyncio.sleep(0.05)
+        handle.responses_opened[2].say([(handle.calls[0][0].attempt_id, [USAGE, b"b"], b"", True)])
+        assert bytes_of(await asking) == b"ab"
+        assert len(handle.calls) == 1
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("arrives", [True, False])
+def test_an_answer_without_an_item_is_sent_again_only_if_the_next_stream_lacks_it(
+    monkeypatch, arrives
+):
+    monkeypatch.setattr(engines_module, "_FIRST_ITEM_S", 20 if arrives else 0.05)
+    monkeypatch.setattr(engines_module, "_SETTLE_S", 0.0)
 
     async def scenario(engines, handle):
         asking = await asked(engines, handle)
-        handle.deliver(HEADER)
+        handle.responses_opened[-1].say(ended_by(grpc.StatusCode.UNAVAILABLE))
+        await until(lambda: len(handle.responses_opened) == 2)
+        if arrives:
+            handle.deliver(HEADER)
+            await asyncio.sleep(0.02)
         handle.calls[0][1].end()
-        for _ in range(6):
-            await asyncio.sleep(0.1)
-            time.sleep(0.3)  # as on a machine that gives the gateway no time
-        handle.deliver(USAGE, b"end", ended=True)
-        assert b"end" in await asking
+        await (asyncio.sleep(0.1) if arrives else until(lambda: len(handle.calls) == 2))
+        handle.deliver(HEADER, USAGE, b"whole", ended=True)
+        assert bytes_of(await asking) == b"whole"
+        assert len(handle.calls) == (1 if arrives else 2)
+
+    run(scenario)
+
+
+def test_a_lost_answer_that_cannot_go_on_fails():
+    async def scenario(engines, handle):
+        asking = await asked(engines, handle)
+        handle.deliver(HEADER, b"a")  # without a log
+        handle.calls[0][1].end()
+        await asyncio.sleep(0.02)
+        handle.responses_opened[-1].say(ended_by(grpc.StatusCode.UNAVAILABLE))
+        with pytest.raises(Unavailable, match="the end of the answer was lost"):
+            await asking
+        assert len(handle.calls) == 1
 
     run(scenario)
 

@@ -144,7 +144,7 @@ def keep_rows(blob: Path, out: Path, kept: Mapping[str, Sequence[int]]) -> None:
     """Write an adapter's file that has only some rows of modules that were trained whole.
 
     kept: ids of the rows to keep, ascending, by module: embed_tokens or lm_head. Other modules stay
-        whole.
+        whole. The hashes of these modules as copies are left out: their rows were compared.
     """
     header, places, pieces = read_header(blob), {}, dict[str, list[tuple[int, int]]]()
     listed = dict(parse_rows(header.metadata, MODULES_KEY))
@@ -160,7 +160,11 @@ def keep_rows(blob: Path, out: Path, kept: Mapping[str, Sequence[int]]) -> None:
             places[name] = span.dtype, (len(ids), *span.shape[1:])
             pieces[name] = [(span.begin + each * row, row) for each in ids]
     listed = {module: ids for module, ids in listed.items() if len(ids)}
-    metadata = {key: text for key, text in header.metadata.items() if key != MODULES_KEY}
+    metadata = dict(header.metadata)
+    copies = [each for each in parse_copies(metadata) if each.module not in kept]
+    for key in (MODULES_KEY, COPIES_KEY):
+        metadata.pop(key, None)
+    metadata |= copies_metadata(copies)
     metadata |= rows_metadata(parse_rows(header.metadata, TOKENS_KEY), listed)
     with blob.open("rb") as source, out.open("wb") as file:
         file.write(header_bytes(places, metadata))

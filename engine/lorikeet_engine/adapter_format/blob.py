@@ -5,6 +5,7 @@ Can also write a folder in PEFT's format, as a target for converters of other fo
 
 import hashlib
 import json
+import math
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping
@@ -24,6 +25,7 @@ from lorikeet_engine.adapter_format.experts.forms import (
 from lorikeet_engine.adapter_format.expressions import CONFIG_FILE
 from lorikeet_engine.adapter_format.families import EMBEDDINGS, HEAD
 from lorikeet_engine.adapter_format.header import (
+    DTYPE_BYTES,
     header_bytes,
     parse_json_object,
     read_header,
@@ -75,7 +77,12 @@ The folder can be served nevertheless.
 """
 
 
-def write_blob(folder: Path, out: Path, warn: Warn = lambda _: None) -> str:
+def write_blob(
+    folder: Path,
+    out: Path,
+    warn: Warn = lambda _: None,
+    most_copied: int | None = None,
+) -> str:
     """Write the blob of a trainer's folder, in PEFT's or MLX's format; return its SHA-256.
 
     A blob is the one safetensors file that stores an adapter. Tensors keep their dtype, except that
@@ -86,6 +93,8 @@ def write_blob(folder: Path, out: Path, warn: Warn = lambda _: None) -> str:
 
     out: the file to write; removed if writing fails.
     warn: called with a sentence if the adapter is not served entirely as it was trained.
+    most_copied: limit on the bytes of copies that a resized vocabulary may have changed; above it
+        the blob has their hashes alone, which prove equal copies. None: no limit.
 
     Raises AdapterRejected for a folder without an adapter that engines can serve.
     """
@@ -104,7 +113,8 @@ def write_blob(folder: Path, out: Path, warn: Warn = lambda _: None) -> str:
     tokens, vectors = {**trained_tokens(raw, rows)}, take_vectors(tensors)
     doubt: Warn = (lambda _: None) if mlx else warn  # MLX's format has one reading
     pairs, read_for = name_parameters(pair_tensors(tensors, split_saved_name), raw, doubt)
-    if copied and not {HEAD.module, EMBEDDINGS.module} & {*map(canonical_module, pairs)}:
+    are_kept = most_copied is None or sum(map(_blob_bytes, copied.values())) <= most_copied
+    if are_kept and not {HEAD.module, EMBEDDINGS.module} & {*map(canonical_module, pairs)}:
         # PEFT saved them for a resized vocabulary, or since the trainer said so.
         for module, matrix in copied.items():
             ids, trained = tokens.pop(module, ()), rows.pop(module, None)
@@ -138,6 +148,10 @@ def write_blob(folder: Path, out: Path, warn: Warn = lambda _: None) -> str:
     except BaseException:
         out.unlink(missing_ok=True)
         raise
+
+
+def _blob_bytes(tensor: SavedTensor) -> int:
+    return math.prod(tensor.shape) * DTYPE_BYTES[tensor.blob_dtype]
 
 
 def write_peft_folder(

@@ -264,7 +264,7 @@ def read_spec(blob: Path, shape: BaseShape, limits: AdapterLimits) -> AdapterSpe
     vectors = take_vectors(matrices)
     pairs = pair_tensors(with_shared_a(matrices))
     for copy in parse_copies(header.metadata):
-        _check_copy(copy, shape, pairs)
+        _check_copy(copy, shape, pairs, {module.rpartition(".")[2] for module in whole})
     for key in (*config.rank_pattern, *config.alpha_pattern):
         if key not in pairs:
             raise AdapterRejected(f"a pattern names {key}, which has no weights", field=key)
@@ -589,22 +589,33 @@ def _check_kinds(config: LoraConfig, shape: BaseShape) -> None:
             )
 
 
-def _check_copy(copy: BaseCopy, shape: BaseShape, adapted: Collection[str]) -> None:
+def _check_copy(
+    copy: BaseCopy, shape: BaseShape, adapted: Collection[str], whole: Collection[str]
+) -> None:
     """Raise AdapterRejected for a copy of another width than the base model's matrix, or of another
-    number of rows beside LoRA of lm_head or embed_tokens.
+    number of rows if the blob has its hash alone.
 
     adapted: modules that have LoRA, named as in blobs.
+    whole: modules that the blob has whole, of embed_tokens and lm_head.
     """
     want = (shape.vocabulary, shape.hidden)
+    is_resized = copy.shape[:-1] != want[:-1] and copy.module not in whole
+    if not is_resized and copy.shape[-1:] == want[-1:] and len(copy.shape) == 2:
+        return
     has_lora = not {HEAD.module, EMBEDDINGS.module}.isdisjoint(adapted)
-    is_resized = has_lora and copy.shape[:-1] != want[:-1]
-    if is_resized or copy.shape[-1:] != want[-1:] or len(copy.shape) != 2:
-        raise AdapterRejected(
-            f"the file's {copy.module}.weight is {list(copy.shape)} and the base model's "
-            f"{list(want)}: LoRA of lm_head or embed_tokens with a resized vocabulary cannot be "
-            'served; train modules_to_save=["embed_tokens", "lm_head"]',
-            field=copy.module,
+    if has_lora:
+        remedy = (
+            "LoRA of lm_head or embed_tokens with a resized vocabulary cannot be served; train "
         )
+        remedy += 'modules_to_save=["embed_tokens", "lm_head"]'
+    else:
+        remedy = "to serve a resized vocabulary, set LORIKEET_MAX_ADAPTER_BYTES to the size of the "
+        remedy += "adapter's folder or more"
+    raise AdapterRejected(
+        f"the file's {copy.module}.weight is {list(copy.shape)} and the base model's {list(want)}: "
+        f"{remedy}",
+        field=copy.module,
+    )
 
 
 def _place(module: str, shape: BaseShape) -> tuple[int, int]:

@@ -470,7 +470,8 @@ class Attempt:
 class ResumeReason(StrEnum):
     """Reason why another replica goes on with an answer.
 
-    REPLICA_LOST: the replica's process died or cannot be reached.
+    REPLICA_LOST: the replica's process died or cannot be reached, or its stream to the gateway
+        ended before the answer.
     ENGINE_CLOSED: the replica itself gave the answer up, since its engine is closed or hangs.
     SILENT: the replica sends no status.
     DRAINED: the replica is being stopped, and others serve the base model.

@@ -29,8 +29,10 @@ message.
 
 An answer's items are an AnswerHeader, a second AnswerHeader before the first bytes, bytes, now and
 then a RunningUsage, and a FinalUsage before the last bytes. In an answer that fails, a Refusal
-replaces the remaining items. The last DeltaGroup of an answer is marked as its end. An answer whose
-call has ended before that mark came is lost and not repeated.
+replaces the remaining items. The last DeltaGroup of an answer is marked as its end. That mark may
+come long after the call's end. The answer is lost only if the call has ended, and its stream ends
+before the mark has come: another replica then continues the answer. A stream begins with an empty
+message, which shows that the gateway's older stream from the replica has ended.
 
 With the items of a DeltaGroup comes the log of the engine's outputs that they were made of. The
 gateway keeps the log unread. If the replica is lost, another replica gets the log, converts the
@@ -229,6 +231,8 @@ class ResponseBuffer:
     received: number of items received.
     ended: True once all items were received, whether taken or not.
     replica: the replica that answers; None before its first item.
+    is_cut: whether the stream that carries the answer has ended; before the first item, whether any
+        replica's stream has begun or ended, as it may be the one.
 
     Constructor arguments:
     interval_s: function that returns the minimum time between two deltas, in seconds.
@@ -255,8 +259,9 @@ class ResponseBuffer:
         self._waking: asyncio.TimerHandle | None = None
         self._error: BaseException | None = None
         self.received = 0
-        self.ended = False
+        self.ended = self.is_cut = False
         self.replica: str | None = None
+        self._lost: BaseException | None = None
         self._begun, self._is_last = begun, is_last
 
     @property
@@ -295,6 +300,21 @@ class ResponseBuffer:
         if not self.ended:
             self._error = error
             self._wake()
+
+    def end_call(self, lost: BaseException) -> None:
+        """Record that the call has ended, so that only the replica's stream has what is missing.
+
+        lost: error that ends the answer if that stream has ended, or ends before the answer does.
+        """
+        self._lost = lost
+        if self.is_cut and self.received:
+            self.fail(lost)
+
+    def cut(self) -> None:
+        """Record that the stream that carries the answer has ended, or may have if no item came."""
+        self.is_cut = True
+        if self._lost is not None and self.received:
+            self.fail(self._lost)
 
     async def take(self) -> list[StreamItem]:
         """Wait for new items and return them; an empty list at the end of the answer.
@@ -348,13 +368,22 @@ class ResponseBuffers:
         finally:
             del self._open[request_id]
 
-    def deliver(self, replica: str, groups: Iterable[DeltaGroup]) -> None:
+    def deliver(self, replica: str, groups: Sequence[DeltaGroup]) -> None:
         """Put a replica's items into the buffers of their calls; drop items of closed calls."""
+        if not groups:
+            self.cut(replica)
         for request_id, items, log, ended in groups:
             buffer = self._open.get(request_id)
             if buffer is not None:
-                buffer.replica = replica
+                if buffer.replica is None:
+                    buffer.replica, buffer.is_cut = replica, False  # this stream has not ended
                 buffer.put(items, log, ended=ended)
+
+    def cut(self, replica: str) -> None:
+        """Record that a replica's stream has ended, or that another has taken its place."""
+        for buffer in self._open.values():
+            if buffer.replica in (None, replica):
+                buffer.cut()
 
     def fail(self, replica: str, error: BaseException) -> None:
         """Fail all answers that a replica has begun and not completed.

@@ -175,13 +175,15 @@ class Replica:
             raise GenerationFailed("the replica failed this request") from None
 
     async def response_stream(self, replica: str, gateway: str) -> AsyncIterator[list[DeltaGroup]]:
-        """Yield new items of the answers to a gateway's calls until the stream is closed.
+        """Yield an empty list, then new items of the answers to a gateway's calls, until the stream
+        is closed.
 
         replica: name of this replica as the router knows it.
         gateway: name of the gateway.
         """
         assert replica == self.name
         with self._response_streams.opened(gateway) as stream:
+            yield []
             while not stream.closed:
                 yield await stream.take()
 

@@ -44,6 +44,7 @@ from lorikeet.serving.replica_calls import (
     ReplicaStreams,
     broadcast,
     is_being_cancelled,
+    is_too_large,
     streaming_handle,
 )
 from lorikeet.serving.status_subscriber import StatusSubscriber
@@ -73,10 +74,9 @@ _LEAVE_S = 10.0
 _LEAVE_CHECK_S = 0.5
 """Seconds between two checks for replicas that are being stopped."""
 _LOAD_FAILED = "adapter_load_failed"
-_LATE_S = 30.0
-"""Seconds without a new item of an answer, after its call has ended, until it counts as lost. With
-10 s, a machine of two cores beside forty busy processes lost three of four answers that way, made
-them again, and got slower still.
+_FIRST_ITEM_S = 10.0
+"""Seconds after its call's end until an answer without an item counts as lost, if a stream that may
+carry it has ended.
 """
 _SILENCE_CHECK_S = 0.25
 """Seconds between two checks for silent replicas."""
@@ -124,8 +124,9 @@ class ServeEngineClient:
         `_subscribe` keeps open, into this call's ResponseBuffer.
 
         The call is sent to another replica in two cases:
-        - Its replica is lost, silent (Fleet.take_silent) or being stopped, or gives the answer up.
-          Any other replica gets the log of the outputs so far and continues the answer.
+        - Its replica is lost, silent (Fleet.take_silent) or being stopped, or gives the answer up;
+          or the rest of the answer is lost (_await_call). Any other replica gets the log of the
+          outputs so far and continues the answer.
         - Its replica cannot load the adapter, before the first byte. A replica that has the adapter
           begins the answer anew, as the weights may have been damaged; any replica does if the
           cause was a full disk.
@@ -138,7 +139,7 @@ class ServeEngineClient:
 
         Raises Unavailable if no replica answers; ReplicasLost if two replicas were lost just after
         they accepted the call, which may be the reason; GenerationFailed if the replica's code
-        failed, or if the answer or its end was lost on the way from a replica that is alive.
+        failed, or if the answer was too large to be sent.
         """
         run_call = self._run_call[base_model]
         course = _Course(_fleet(run_call), _seeded(encoded).to_send())
@@ -367,13 +368,13 @@ class ServeEngineClient:
         def still_needed(replica: str) -> bool:
             return fleet.has_in_flight(replica) or replica in buffers.awaited()
 
-        def on_too_large(replica: str) -> None:
-            buffers.fail(replica, GenerationFailed("an answer was too large to be sent"))
+        def on_end(replica: str, error: BaseException | None) -> None:
+            buffers.cut(replica)
+            if is_too_large(error):  # the next stream would end at the same item
+                buffers.fail(replica, GenerationFailed("an answer was too large to be sent"))
 
         streamed, fleet, buffers = streaming_handle(handle), _fleet(handle), self._buffers
-        answers = ReplicaStreams(
-            fleet, open_stream, buffers.deliver, None, still_needed, on_too_large
-        )
+        answers = ReplicaStreams(fleet, open_stream, buffers.deliver, None, still_needed, on_end)
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(StatusSubscriber(handle, fleet).run())
             tasks.create_task(answers.run())
@@ -388,7 +389,7 @@ async def _taken(buffer: ResponseBuffer, course: "_Course") -> list[StreamItem]:
     course: state of the call, in which the loss of a replica is recorded.
 
     Raises _AnswerLost if the replica is lost, Unavailable if no replica continues an answer that
-    has begun, GenerationFailed if the replica's code failed or the answer's end was lost.
+    has begun, GenerationFailed if the replica's code failed or the answer was too large to be sent.
     """
     try:
         return await buffer.take()
@@ -444,8 +445,11 @@ async def _leave_stopping_replicas(fleet: Fleet, buffers: ResponseBuffers) -> No
 
 
 async def _await_call(sent: AsyncIterable[Refusal | None], buffer: ResponseBuffer) -> None:
-    """Wait for the end of a call, then fail its answer if no item of the answer arrives for _LATE_S
-    seconds.
+    """Wait for the end of a call, then fail its answer if the answer is lost, however late it is.
+
+    The answer is lost if the stream of its first item ends before the answer. Without an item, the
+    stream is not known: the answer is lost if a stream has begun or ended since the call was sent,
+    and no item comes for _FIRST_ITEM_S seconds.
 
     Passes a Refusal, or the call's error, on to the buffer.
     """
@@ -453,14 +457,12 @@ async def _await_call(sent: AsyncIterable[Refusal | None], buffer: ResponseBuffe
         async for refusal in sent:
             if refusal is not None:
                 buffer.put((refusal,), ended=True)
-        received, was_late = -1, False
-        while not buffer.ended and (was_late or received < buffer.received):
-            received, due_s = buffer.received, time.monotonic() + _LATE_S
-            await asyncio.sleep(_LATE_S)
-            was_late = time.monotonic() - due_s > _LATE_LOOP_S
-        # Not Unavailable, which would send the call again: the answer's own items may have broken
-        # the stream, and would break the next one too.
-        buffer.fail(GenerationFailed("the end of the answer was lost"))
+        lost = _AnswerLost("the end of the answer was lost", ResumeReason.REPLICA_LOST)
+        buffer.end_call(lost)
+        while not (buffer.received or buffer.ended):
+            await asyncio.sleep(_FIRST_ITEM_S)
+            if buffer.is_cut and not buffer.received:
+                buffer.fail(lost)
     except (Exception, asyncio.CancelledError) as error:
         buffer.fail(error)
 

@@ -118,7 +118,7 @@ def is_being_cancelled() -> bool:
     return task is not None and task.cancelling() > 0
 
 
-def _is_too_large(error: BaseException) -> bool:
+def is_too_large(error: BaseException | None) -> bool:
     """Whether gRPC ended a stream because of a too large message; the replica is then alive."""
     return (
         isinstance(error, grpc.aio.AioRpcError)
@@ -135,8 +135,7 @@ class ReplicaStreams:
     silence_s: seconds without an item until a stream is opened again; None: no limit.
     still_needed: returns whether to keep the stream of a replica that takes no more calls; Serve
         stops the replica only once the stream is closed.
-    on_too_large: called with the name of a replica whose stream ended because gRPC refused an item
-        for its size.
+    on_end: called with the name of a replica whose stream has ended, and its error; None without.
     """
 
     fleet: Fleet
@@ -144,7 +143,7 @@ class ReplicaStreams:
     on_item: Callable[[str, Any], None]
     silence_s: float | None
     still_needed: Callable[[str], bool]
-    on_too_large: Callable[[str], None] = lambda _: None
+    on_end: Callable[[str, BaseException | None], None] = lambda _replica, _error: None
 
     async def run(self) -> NoReturn:
         """Open, read and reopen streams until cancelled."""
@@ -156,6 +155,7 @@ class ReplicaStreams:
                     name for name in listening.keys() - exist if not self.still_needed(name)
                 ]:
                     listening.pop(gone).cancel()
+                    self.on_end(gone, None)
                 for new in exist - listening.keys():
                     listening[new] = asyncio.create_task(self._listen(new))
                 await asyncio.sleep(_POLL_S)
@@ -169,12 +169,12 @@ class ReplicaStreams:
             try:
                 await self._listen_once(replica)
                 failures = 0
+                self.on_end(replica, None)
             except (Exception, asyncio.CancelledError) as error:
                 if is_being_cancelled():
                     raise
-                if _is_too_large(error):
-                    self.on_too_large(replica)
-                elif isinstance(error, REPLICA_LOST):
+                self.on_end(replica, error)
+                if isinstance(error, REPLICA_LOST) and not is_too_large(error):
                     self.fleet.on_replica_lost(replica)
                 log.info("stream_broken", extra={"replica": replica, "error": repr(error)})
                 await asyncio.sleep(_REOPEN_DELAYS_S[min(failures, len(_REOPEN_DELAYS_S) - 1)])

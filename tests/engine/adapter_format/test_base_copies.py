@@ -120,6 +120,24 @@ def test_a_head_may_be_padded_with_a_token_of_the_adapters_own(tmp_path):
         read_spec(tmp_path / "66", SHAPE, limits)
 
 
+def test_copies_above_a_limit_are_hashes_that_prove_equal_ones_alone(folder):
+    alone = write_blob(folder, folder / "alone")
+    edit_weights(folder, lambda t: t.update({HEAD: MATRIX, EMBEDDINGS: MATRIX}))
+    whole = write_blob(folder, folder / "whole")
+    assert write_blob(folder, folder / "fits", most_copied=2 * MATRIX.nbytes) == whole
+    assert write_blob(folder, folder / "blob", most_copied=2 * MATRIX.nbytes - 1) not in (
+        whole,
+        alone,
+    )
+    assert base_copies(folder / "blob") == base_copies(folder / "whole") != ()
+    assert not whole_modules(folder / "blob")
+    assert not read_spec(folder / "blob", SHAPE, LIMITS).token_rows
+    edit_weights(folder, lambda t: t.update({HEAD: MATRIX[:60]}))
+    write_blob(folder, folder / "resized", most_copied=0)
+    with pytest.raises(AdapterRejected, match="set LORIKEET_MAX_ADAPTER_BYTES to the size of"):
+        read_spec(folder / "resized", SHAPE, LIMITS)
+
+
 @pytest.mark.parametrize("rows", [63, 66])
 @pytest.mark.parametrize("name", [HEAD, EMBEDDINGS])
 def test_lora_of_a_resized_vocabulary_is_refused_by_name(rows, name, tmp_path):

@@ -31,7 +31,7 @@ from lorikeet.cli.adapters.upload import send_blob, with_retries
 from lorikeet.cli.admin_client import AdminClient, admin
 from lorikeet.cli.arguments import Adapter, AdapterName
 from lorikeet.cli.output import AsJson, print_json, print_line, print_warning
-from lorikeet.errors import InvalidInput, LorikeetError
+from lorikeet.errors import InvalidInput, LorikeetError, RequestTooLarge
 from lorikeet.sizes import show_size
 from lorikeet.tokenizer_vocabulary import read_vocabulary
 from lorikeet_engine.adapter_format import write_blob
@@ -203,7 +203,16 @@ def _send(
         with open_source(source, revision, quiet=quiet) as folder:
             defaults, digest = options.read(folder), pack(folder, blob)
             template, vocabulary = template_digest(folder), read_vocabulary(folder)
-        send_blob(server, blob, digest, about, quiet=quiet)
+            try:
+                send_blob(server, blob, digest, about, quiet=quiet)
+            except LorikeetError as error:
+                if error.code != RequestTooLarge.code:
+                    raise
+                # Hashes of the base model's matrices may do instead of copies.
+                larger, digest = digest, pack(folder, blob, 0, warn=lambda _: None)
+                if digest == larger:
+                    raise
+                send_blob(server, blob, digest, about, quiet=quiet)
     return {
         "digest": digest,
         "chat_template": template,
@@ -222,15 +231,21 @@ def _proof(probes: Path, warn_above: float | None, refuse_above: float | None) -
     return {"probes": read, "warn_above": warn_above, "refuse_above": refuse_above}
 
 
-def pack(folder: Path, blob: Path, warn: Callable[[str], None] = print_warning) -> str:
+def pack(
+    folder: Path,
+    blob: Path,
+    most_copied: int | None = None,
+    warn: Callable[[str], None] = print_warning,
+) -> str:
     """Write an adapter's folder to one file, and return its SHA-256.
 
+    most_copied: limit on the bytes of the base model's matrices in the file; see `write_blob`.
     warn: gets warnings about the folder.
 
     Raises LorikeetError if the folder cannot be read or the file cannot be written.
     """
     try:
-        return write_blob(folder, blob, warn)
+        return write_blob(folder, blob, warn, most_copied)
     except PermissionError as error:
         raise LorikeetError(
             f"{error.filename or folder} may not be read: `chmod -R u+rX {folder}` as its owner"

@@ -153,7 +153,8 @@ def check_adapters(
             show(f"Checking adapter {number} of {len(given)}: {adapter.name}")
             try:
                 with open_source(adapter.source, quiet=quiet) as folder:
-                    digest = pack(folder, blob, warn=lambda _: None)  # registration prints warnings
+                    # registration prints warnings
+                    digest = pack(folder, blob, limits.max_bytes, warn=lambda _: None)
                 base = find_base_model(blob, base_models, limits)
             except (InvalidAdapter, AdapterError) as error:
                 raise InvalidAdapter(f"{adapter.source}: {error.message}") from error
