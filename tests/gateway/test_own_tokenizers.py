@@ -4,6 +4,7 @@ The reference is transformers' tokenizer, to which the same tokens were added.
 """
 
 import asyncio
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -23,9 +24,10 @@ from lorikeet.gateway.vllm.requests import DETOKENIZE, TOKENIZE
 from lorikeet.protocol.messages import Call, Endpoint, Format
 from lorikeet.replica.grammar_matcher import ModelGrammars
 from lorikeet.replica.request_builder import RequestBuilder
-from lorikeet.request_defaults import MAX_ADDED_TOKENS, RequestDefaults
+from lorikeet.request_defaults import MAX_ADDED_TOKENS, RequestDefaults, TokenizerChanges
 from lorikeet.text.detokenizer import Detokenizer
-from lorikeet.text.prompts import encode_call
+from lorikeet.text.prompts import PromptEncoder, encode_call
+from lorikeet.text.tenant_threads import TenantThreads, ThreadCache
 from lorikeet.tokenizer_vocabulary import read_tokenizer
 from lorikeet_engine.adapter import AdapterRef
 from lorikeet_engine.adapter_format import write_blob
@@ -277,3 +279,47 @@ def test_grammars_hold_calls_by_the_own_tokens(folder: Path) -> None:
     assert (bitmask[0] == bitmask[1]).all()
     marked = grammars.compile(f"{grammar[0]}start: <[{FIRST + 2}]> /a/")
     assert marked.forced_tokens()[0] == FIRST + 2
+
+
+def test_own_encoders_are_made_once_in_threads(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    defaults, made = own_defaults(folder), list[bool]()
+    make = PromptEncoder.with_vocabulary
+
+    def watched(self: PromptEncoder, changes: TokenizerChanges) -> PromptEncoder:
+        made.append(threading.current_thread() is threading.main_thread())
+        return make(self, changes)
+
+    monkeypatch.setattr(PromptEncoder, "with_vocabulary", watched)
+
+    async def ask() -> None:
+        encoders = CallEncoders({"tiny": demo_encoder()})
+        builder = RequestBuilder(demo_encoder(), DEMO, 4096)
+        prompt = Call("1", Endpoint.COMPLETIONS, 0, "acme", "m", None, prompts=("a",))
+        call = replace(prompt, defaults=defaults)
+        try:
+            for _ in range(2):
+                await builder.build(await encoders.encode("tiny", call, 4096, never))
+        finally:
+            encoders.close()
+            builder.close()
+
+    asyncio.run(ask())
+    assert made == [False, False]
+
+
+def test_the_last_used_results_are_kept() -> None:
+    made = list[int]()
+
+    async def ask() -> None:
+        cache = ThreadCache(made.append, 2, TenantThreads())
+        for number in (1, 2, 1, 3, 1, 2):
+            await cache.get("acme", number)
+
+    asyncio.run(ask())
+    assert made == [1, 2, 3, 2]
+
+
+async def never() -> Any:
+    await asyncio.Event().wait()

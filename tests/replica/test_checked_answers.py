@@ -253,7 +253,22 @@ class TestChecks:
 
         monkeypatch.setattr("socket.socket.connect", opened)
         found = broken_keyword({"$ref": "http://127.0.0.1:9/x"}, "1")
-        assert found.startswith("the schema cannot be used")
+        assert found == "the schema cannot be used: a $ref leads to no schema within it"
+
+    def test_a_malformed_schema_is_named_by_its_place(self):
+        found = broken_keyword({"properties": {"a": {"required": True}}}, "{}")
+        assert found == "the schema cannot be used: it is malformed at $.properties.a.required"
+
+    def test_a_deep_answer_is_checked(self):
+        schema = {"type": "array", "items": {"$ref": "#"}}
+        assert broken_keyword(schema, "[" * 900 + "]" * 900) is None
+        assert broken_keyword(schema, "[" * 900 + "1" + "]" * 900).startswith("at $[0][0]")
+
+    @pytest.mark.parametrize("draft", ["https://example.com/mine", "draft-07"])
+    def test_an_unknown_draft_is_read_as_2020_12(self, draft):
+        schema = {"$schema": draft, "prefixItems": [{"type": "null"}]}
+        assert broken_keyword(schema, "[null, 1]") is None
+        assert broken_keyword(schema, "[1]").startswith("at $[0]: the value breaks $.prefixItems")
 
     def test_a_schema_of_an_older_draft_is_read_as_one(self):
         schema = {"$schema": "http://json-schema.org/draft-07/schema#", "items": [{"type": "null"}]}

@@ -54,7 +54,7 @@ def answers(trained, tmp_path_factory):
     encoders = CallEncoders({BASE: PromptEncoder(settings.base_models[BASE])})
     body = DefaultsBody.model_validate({"tokenizer": read_tokenizer(trained)})
     defaults = asyncio.run(checked_defaults(body, encoders, "acme", BASE, ROWS))
-    encoder = encoders.encoder(BASE, defaults.tokenizer)
+    encoder = PromptEncoder(settings.base_models[BASE]).with_tokenizer(defaults.tokenizer)
     encoders.close()
     ref = AdapterRef("acme", "own", 1, digest, vocabulary=ROWS)
     call = Call(

@@ -1,7 +1,7 @@
 """Encoders of calls, by base model, that do not block a gateway's event loop."""
 
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, TypeVar
 
 from starlette.types import Receive
@@ -14,7 +14,7 @@ from lorikeet.request_defaults import RequestDefaults, TokenizerChanges
 from lorikeet.settings import Settings
 from lorikeet.text.adapter_templates import AdapterTemplates, check_defaults
 from lorikeet.text.prompts import MAX_OWN_TOKENIZERS, PromptEncoder, encode_call, is_short
-from lorikeet.text.tenant_threads import TenantThreads
+from lorikeet.text.tenant_threads import TenantThreads, ThreadCache
 
 T = TypeVar("T")
 
@@ -31,7 +31,8 @@ class CallEncoders:
 
     def __init__(self, encoders: Mapping[str, PromptEncoder] = {}) -> None:
         self._base_encoders, self._threads = encoders, TenantThreads()
-        self._with_tokenizer = lru_cache(MAX_OWN_TOKENIZERS)(PromptEncoder.with_tokenizer)
+        make = PromptEncoder.with_tokenizer
+        self._own = ThreadCache(make, MAX_OWN_TOKENIZERS, self._threads)
         self._templates = AdapterTemplates()
 
     async def encode(
@@ -48,7 +49,7 @@ class CallEncoders:
         long prompts are encoded; Overloaded if the machine was too busy to render the adapter's own
         chat template.
         """
-        encoder = self._encoder(base_model, call.defaults)
+        encoder = await self._encoder(base_model, call.tenant, call.defaults)
         context = max_context or _UNKNOWN_CONTEXT
         own = call.defaults.chat_template if call.messages and call.defaults else None
         encoding: Coroutine[Any, Any, EncodedCall]
@@ -87,7 +88,7 @@ class CallEncoders:
 
         Raises ContextLengthExceeded for texts far longer than the context.
         """
-        encoder = self._encoder(base_model, defaults)
+        encoder = await self._encoder(base_model, tenant, defaults)
         context = max_context or _UNKNOWN_CONTEXT
         encode = partial(encoder.encode_text, add_special_tokens=add_special_tokens)
         return await self._threads.run(tenant, lambda: encode(text, context))
@@ -105,7 +106,7 @@ class CallEncoders:
 
         Raises InvalidInput for a token that the vocabulary lacks.
         """
-        encoder = self._encoder(base_model, defaults)
+        encoder = await self._encoder(base_model, tenant, defaults)
         return await self._threads.run(tenant, lambda: encoder.decode(tokens))
 
     async def token_strings(
@@ -119,7 +120,8 @@ class CallEncoders:
 
         defaults: the adapter's own request defaults.
         """
-        to_text = self._encoder(base_model, defaults).backend.id_to_token
+        encoder = await self._encoder(base_model, tenant, defaults)
+        to_text = encoder.backend.id_to_token
         return await self._threads.run(tenant, lambda: [to_text(token) for token in tokens])
 
     async def encode_turns(
@@ -184,22 +186,28 @@ class CallEncoders:
         if defaults.chat_template is not None or defaults.system_prompt is not None:
             await self._run(tenant, base_model, defaults, partial(check_defaults, defaults))
 
-    def encoder(self, base_model: str, tokenizer: TokenizerChanges | None = None) -> PromptEncoder:
+    async def encoder(
+        self, base_model: str, tenant: str, tokenizer: TokenizerChanges | None = None
+    ) -> PromptEncoder:
         """Return the encoder with a base model's tokenizer, or with an adapter's.
 
+        tenant: tenant that occupies the thread in which an adapter's is made.
         tokenizer: differences of the adapter's tokenizer; None: no difference.
 
         Raises InvalidInput if the adapter's tokens do not have the ids behind the base model's.
         """
         encoder = self._base_encoders[base_model]
-        return encoder if tokenizer is None else self._with_tokenizer(encoder, tokenizer)
+        return encoder if tokenizer is None else await self._own.get(tenant, encoder, tokenizer)
 
     def close(self) -> None:
         """End the processes that render adapters' own chat templates. Safe to call twice."""
         self._templates.close()
 
-    def _encoder(self, base_model: str, defaults: RequestDefaults | None) -> PromptEncoder:
-        return self.encoder(base_model, None if defaults is None else defaults.tokenizer)
+    async def _encoder(
+        self, base_model: str, tenant: str, defaults: RequestDefaults | None
+    ) -> PromptEncoder:
+        tokenizer = None if defaults is None else defaults.tokenizer
+        return await self.encoder(base_model, tenant, tokenizer)
 
     async def _run(
         self,
@@ -212,7 +220,7 @@ class CallEncoders:
 
         defaults: the adapter's own request defaults.
         """
-        encoder = self._encoder(base_model, defaults)
+        encoder = await self._encoder(base_model, tenant, defaults)
         if defaults is None or defaults.chat_template is None:
             return await self._threads.run(tenant, partial(work, encoder))
         return await self._templates.run(tenant, encoder, defaults.chat_template, work)

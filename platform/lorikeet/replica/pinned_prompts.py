@@ -16,14 +16,14 @@ from array import array
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 
 from lorikeet.errors import LorikeetError
 from lorikeet.logs import log_unexpected
 from lorikeet.protocol.messages import TokenIds
 from lorikeet.protocol.placement_decision import LearnedPrompt, PinnedPrompt, PinTarget
 from lorikeet.text.adapter_templates import AdapterTemplates
-from lorikeet.text.prompts import PromptEncoder
+from lorikeet.text.prompts import MAX_OWN_TOKENIZERS, PromptEncoder
 from lorikeet_engine.errors import EngineClosed, EngineError
 from lorikeet_engine.process.client import EngineProcessClient
 from lorikeet_engine.request import Request, SamplingParams, SchedulingParams
@@ -64,7 +64,8 @@ class PinnedPrompts:
         encoder: encoder of the base model's prompts.
         run: runs a request of the engine to its end.
         """
-        self._encoder, self._engine, self._run = encoder, engine, run
+        self._engine, self._run = engine, run
+        self._with_tokenizer = lru_cache(MAX_OWN_TOKENIZERS)(encoder.with_tokenizer)
         self._wanted: Mapping[str, PinnedPrompt | LearnedPrompt] = {}
         self._pinned: tuple[str, ...] = ()
         self._progress: dict[str, _Progress] = {}
@@ -154,7 +155,7 @@ class PinnedPrompts:
         def encode(encoder: PromptEncoder) -> TokenIds:
             return encoder.encode_system_prompt(prompt.defaults, context)
 
-        encoder = self._encoder.with_tokenizer(prompt.defaults.tokenizer)
+        encoder = await asyncio.to_thread(self._with_tokenizer, prompt.defaults.tokenizer)
         if template is None:
             return await asyncio.to_thread(partial(encode, encoder))
         if self._templates is None:

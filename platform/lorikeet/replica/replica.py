@@ -148,7 +148,7 @@ class Replica:
             if call.embedder is None:
                 asked_s = time.monotonic()
                 self._prefixes.count(call.adapter, call.tenant, request.prompts[0], asked_s)
-            encoder = self._requests.encoder_of(encoded)
+            encoder = await self._requests.encoder_of(encoded)
             known = (encoder.vocabulary, encoder.syntax, prepared.thinking, prepared.echoes)
             checked = bool(prepared.checked)
             answer = Answer(call, request.prompts, *known, checked=checked, tags=encoder.think_tags)
@@ -192,8 +192,8 @@ class Replica:
         test cannot be completed.
         """
         try:
-            decode = self._encoder.with_vocabulary(test.tokenizer).backend.decode
-            return await run_smoke_test(test, self.name, decode, self._complete)
+            encoder = await asyncio.to_thread(self._encoder.with_vocabulary, test.tokenizer)
+            return await run_smoke_test(test, self.name, encoder.backend.decode, self._complete)
         except (EngineError, InvalidInput) as error:
             return _refuse(error)
 

@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -26,7 +26,7 @@ from lorikeet.text.grammars.schema_faults import (
 from lorikeet.text.harmony import place_behind
 from lorikeet.text.prompt_echoes import PromptEchoes, prompt_echoes
 from lorikeet.text.prompts import MAX_OWN_TOKENIZERS, PromptEncoder
-from lorikeet.text.tenant_threads import TenantThreads
+from lorikeet.text.tenant_threads import TenantThreads, ThreadCache
 from lorikeet.text.tools.syntax import HARMONY
 from lorikeet_engine.adapter import Pooling
 from lorikeet_engine.errors import EngineOverloaded
@@ -90,15 +90,18 @@ class RequestBuilder:
         max_context: the engine's longest sequence, tokens.
         """
         self._encoder, self._max_context = encoder, max_context
-        self._with_vocabulary = lru_cache(MAX_OWN_TOKENIZERS)(encoder.with_vocabulary)
         self._threads = TenantThreads()
+        self._own = ThreadCache(encoder.with_vocabulary, MAX_OWN_TOKENIZERS, self._threads)
         self._grammars = GrammarSandbox(model)
 
-    def encoder_of(self, encoded: EncodedCall) -> PromptEncoder:
+    async def encoder_of(self, encoded: EncodedCall) -> PromptEncoder:
         """Return an encoder with the tokenizer, the syntax of tool calls and the tags of thinking
         of the call's adapter, to read the answer. The encoder cannot encode prompts.
         """
-        return self._with_vocabulary(encoded.tokenizer).with_marks(encoded.marks)
+        encoder = self._encoder
+        if encoded.tokenizer is not None:
+            encoder = await self._own.get(encoded.call.tenant, encoded.tokenizer)
+        return encoder.with_marks(encoded.marks)
 
     async def build(self, encoded: EncodedCall) -> PreparedCall:
         """Return the engine's request for a call. Only calls with tools or a format have a grammar
@@ -114,7 +117,7 @@ class RequestBuilder:
         if goes_on:
             scheduling = replace(encoded.call.scheduling, max_queue_s=None)
             encoded = replace(encoded, call=replace(encoded.call, scheduling=scheduling))
-        call, encoder = encoded.call, self.encoder_of(encoded)
+        call, encoder = encoded.call, await self.encoder_of(encoded)
         prepare = partial(prepare_call, encoded, encoder)
         prepared = await self._run(partial(prepare, self._max_context), encoded)
         if prepared.tried_grammar is None:

@@ -102,7 +102,7 @@ class Drafting:
                 continue
             steps = plain + 2 * drafts
             more = drafts * (count - 1) / steps  # a decode that waits has no token in the step
-            if decodes * (1 + more) <= decodes * (1 + most):
+            if more <= most:
                 yield tokens / (steps * step_s(more))
 
 

@@ -1,10 +1,11 @@
 """Threads for work on texts, of which one tenant takes only some."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from typing import TypeVar
+from functools import partial
+from typing import Generic, TypeVar
 from weakref import WeakValueDictionary
 
 T = TypeVar("T")
@@ -47,3 +48,29 @@ class TenantThreads:
 
         working.add_done_callback(done)
         return await asyncio.wrap_future(working)
+
+
+class ThreadCache(Generic[T]):
+    """The last used results of a slow function, which threads compute. For one event loop."""
+
+    def __init__(self, compute: Callable[..., T], size: int, threads: TenantThreads) -> None:
+        """Compute nothing yet.
+
+        size: number of results that are kept.
+        """
+        self._compute, self._size, self._threads = compute, size, threads
+        self._kept: dict[tuple[Hashable, ...], T] = {}  # the last used one is last
+
+    async def get(self, tenant: str, *arguments: Hashable) -> T:
+        """Return the function's result; at once if it is kept. Raises the function's exceptions.
+
+        tenant: tenant that occupies the thread.
+        """
+        if arguments in self._kept:
+            result = self._kept.pop(arguments)
+        else:
+            result = await self._threads.run(tenant, partial(self._compute, *arguments))
+        self._kept[arguments] = result
+        if len(self._kept) > self._size:
+            del self._kept[next(iter(self._kept))]
+        return result

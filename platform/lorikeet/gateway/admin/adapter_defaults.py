@@ -121,11 +121,11 @@ async def checked_defaults(
         return None
     changes = None
     if wanted.tokenizer is not None:
-        of_base = encoders.encoder(base_model)
+        of_base = await encoders.encoder(base_model, tenant)
         about = wanted.tokenizer, of_base, base_model, vocabulary_size
         changes = await asyncio.to_thread(_tokenizer_changes, *about)
     try:
-        vocabulary = encoders.encoder(base_model, changes).vocabulary
+        vocabulary = (await encoders.encoder(base_model, tenant, changes)).vocabulary
     except InvalidInput as error:
         raise InvalidInput(error.message, param="defaults.tokenizer.added") from None
     for token in wanted.stop_token_ids:
