@@ -421,6 +421,20 @@ def test_a_fault_while_a_step_waits_for_pages_leaves_nothing_behind(
     engine.drain()
 
 
+def test_no_score_of_a_prompt_is_lost_with_damaged_pages(tmp_path, always_fetch):
+    engine = checked(tmp_path)
+    answer(engine)
+    push_out(engine)
+    engine.engine._page_copies._own._host[:, 0] ^= 1
+    scored = SamplingParams(2, temperature=0.0, prompt_logprobs=0)
+    name = engine.submit(LONG, sampling=scored)
+    (sequence,) = engine.engine._requests.submitted
+    sequence.kv.score_from = engine.scored[name, 0] = 5 * PAGE  # before it was preempted
+    engine.drain()
+    assert usage(engine.engine).damaged == 5
+    assert engine.scored[name, 0] == len(LONG) - 1
+
+
 def test_requests_with_one_prefix_share_its_fetch(tmp_path, always_fetch):
     engine = checked(tmp_path)
     answer(engine)
@@ -474,16 +488,22 @@ def test_failing_all_requests_forgets_all_pages(tmp_path, always_fetch):
     answer(engine)
 
 
+@pytest.mark.parametrize("in_step_s", [-1.0, 1.0])
 def test_an_engine_whose_copies_hang_ends_rather_than_let_them_overwrite_pages(
-    tmp_path, always_fetch, long_fetches, monkeypatch
+    in_step_s, tmp_path, always_fetch, monkeypatch
 ):
     engine = checked(tmp_path)
     answer(engine)
     push_out(engine)
+    monkeypatch.setattr(host_pages, "IN_STEP_S", in_step_s)
     engine.submit(LONG, sampling=SHORT)
-    engine.step()
+    if in_step_s > 0:  # a step that waits for pages fails before
+        monkeypatch.setattr(steps, "build_step_input", lambda *_: 1 / 0)
+        engine.engine.step()
+    else:
+        engine.step()
     monkeypatch.setattr(page_copies, "_ABANDON_S", 0.01)
-    assert engine.fetches.work, "no fetch is under way"
+    assert engine.engine._page_copies._under_way, "no fetch is under way"
     with pytest.raises(DeviceLost, match="copies of KV pages"):
         engine.engine.fail_all(SettingsError("a test"))
 

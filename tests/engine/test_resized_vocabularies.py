@@ -13,6 +13,7 @@ import torch
 
 from lorikeet_engine.adapter_format import AdapterLimits, BaseShape, read_config, read_spec
 from lorikeet_engine.errors import AdapterRejected, InvalidRequest, SettingsError
+from lorikeet_engine.models.llama import load_model
 from tests.engine.engine_driver import Answers, build, greedy, load_adapters
 from tests.engine.float32_reference import RecordingSampler
 from tests.engine.matrix.storages import EXACT
@@ -147,6 +148,15 @@ def test_an_engine_takes_no_more_tokens_than_it_was_started_for(worlds, tmp_path
     ref = world.shelf.add(save_adapter(world.checkpoint, tmp_path / "lora", **lora), "lora")
     with pytest.raises(AdapterRejected, match="LoRA of lm_head or embed_tokens with a resized"):
         read_spec(world.shelf.folder / ref.digest, shape, replace(LIMITS, max_added_tokens=8))
+
+
+def test_tied_weights_stay_one_tensor(tiny_checkpoints):
+    model = load_model(tiny_checkpoints["tied llama"], torch.device("cpu"), torch.float32)
+    before = model._head.clone()
+    model.add_tokens(ADDED)
+    assert torch.equal(model._head, before)
+    assert model._head.data_ptr() == model._embeddings.data_ptr()
+    assert model._embeddings.shape[0] == VOCABULARY + ADDED
 
 
 def test_embeddings_for_each_layer_take_no_more_tokens(tiny_checkpoints, shelf, tmp_path):

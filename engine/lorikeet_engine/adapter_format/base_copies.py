@@ -5,9 +5,8 @@ vocabulary seems to have grown. A blob contains hashes of these copies, so that 
 model's weights can check them: a copy that differs was trained or resized.
 
 Modules that were trained whole (modules_to_save), and copies of a vocabulary that may have been
-resized, are in the blob. Often few of their rows differ
-from the base model's, as of embeddings only those of tokens that the training saw: `keep_rows`
-leaves out the others.
+resized, are in the blob. Often few of their rows differ from the base model's, as of embeddings
+only those of tokens that the training saw: `keep_rows` leaves out the others.
 """
 
 import hashlib

@@ -118,7 +118,9 @@ def write_blob(
         # PEFT saved them for a resized vocabulary, or since the trainer said so.
         for module, matrix in copied.items():
             ids, trained = tokens.pop(module, ()), rows.pop(module, None)
-            whole[module] = matrix if trained is None else ReplacedRows(matrix, trained, ids)
+            whole[module] = matrix
+            if trained is not None:
+                whole[module] = ReplacedRows(module, matrix, trained, ids)
     config = replace(LoraConfig.from_peft(raw, pairs, doubt), experts_read_for=read_for)
     check_vectors(raw, vectors, [*map(canonical_module, pairs)])
     modules, config = join_parts(*stack_experts(_in_blobs(pairs), config))

@@ -153,15 +153,17 @@ def parse_head(metadata: Mapping[str, str]) -> Head | None:
 
 
 def read_head(
-    head: Head | None, tensors: Mapping[str, TensorSpan], shape: BaseShape
+    head: Head | None, tensors: Mapping[str, TensorSpan], shape: BaseShape, vocabulary: int
 ) -> HeadRows | None:
     """Return the place of the head in an adapter's file; None without a head.
 
     head: the head, from the metadata.
     tensors: the head's tensors, by part.
     shape: sizes of the base model.
+    vocabulary: number of tokens, with those that the adapter adds.
 
-    Raises AdapterRejected for tensors that do not fit the head or the base model.
+    Raises AdapterRejected for tensors that do not fit the head or the base model, and for a padding
+    token that neither the base model nor the adapter has.
     """
     if head is None or "weight" not in tensors:
         if head is not None or tensors:
@@ -176,10 +178,10 @@ def read_head(
                 "trained for another base model",
                 field=SCORE.module,
             )
-    if head.pad_token is not None and head.pad_token >= shape.vocabulary:
+    if head.pad_token is not None and head.pad_token >= vocabulary:
         raise AdapterRejected(
-            f"the padding token {head.pad_token} is not in the base model's vocabulary of "
-            f"{shape.vocabulary}; train with a token that it has",
+            f"the padding token {head.pad_token} is not in the vocabulary of {vocabulary}; train "
+            "with a token that it has",
             field=HEAD_KEY,
         )
     return HeadRows(head, shape.index(SCORE.name), tensors["weight"], tensors.get("bias"))

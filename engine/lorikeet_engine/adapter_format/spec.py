@@ -279,30 +279,33 @@ def read_spec(blob: Path, shape: BaseShape, limits: AdapterLimits) -> AdapterSpe
     linears.sort(key=lambda part: (part.layer, part.linear))
     _check_kinds(config, shape)
     _check_lost_biases(config, linears, shape)
+    token_rows = read_token_rows(
+        parse_rows(header.metadata, TOKENS_KEY),
+        rows,
+        parse_rows(header.metadata, MODULES_KEY),
+        whole,
+        pairs,
+        shape,
+        limits.max_added_tokens,
+    )
+    head, embedder = parse_head(header.metadata), parse_embedder(header.metadata)
+    generates = head is None and embedder is None
+    vocabulary = added_vocabulary(token_rows, shape, generates=generates)
     spec = AdapterSpec(
         base_model=config.base_model_name_or_path,
         linears=tuple(_with_alternation(linears, shape)),
         max_rank=max(part.rank for part in linears),
         size_bytes=size,
-        token_rows=read_token_rows(
-            parse_rows(header.metadata, TOKENS_KEY),
-            rows,
-            parse_rows(header.metadata, MODULES_KEY),
-            whole,
-            pairs,
-            shape,
-            limits.max_added_tokens,
-        ),
+        token_rows=token_rows,
         vectors=_vectors(vectors, config, shape, {(p.layer, p.linear) for p in linears}),
         invocation_tokens=tuple(config.alora_invocation_tokens),
-        head=read_head(parse_head(header.metadata), of_head, shape),
-        embedder=parse_embedder(header.metadata),
+        head=read_head(head, of_head, shape, max(vocabulary, shape.vocabulary)),
+        embedder=embedder,
+        vocabulary=vocabulary,
     )
     if spec.invocation_tokens:
         _check_activated(spec, shape)
-    generates = spec.head is None and spec.embedder is None
-    vocabulary = added_vocabulary(spec.token_rows, shape, generates=generates)
-    return replace(spec, vocabulary=vocabulary)
+    return spec
 
 
 def pair_tensors(

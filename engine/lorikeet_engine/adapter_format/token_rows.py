@@ -62,14 +62,29 @@ class TokenRows:
 class ReplacedRows:
     """Whole matrix in a trainer's folder, in which trained rows replace some others.
 
+    module: module of the matrix, for error messages.
     matrix: the matrix [vocabulary, hidden] as it was before the training.
     rows: the trained rows [tokens, hidden], which take the matrix's dtype, as in PEFT.
     ids: the token id of each row.
     """
 
+    module: str
     matrix: SavedTensor
     rows: SavedTensor
     ids: Sequence[int]
+
+    def __post_init__(self) -> None:
+        """Raise AdapterRejected if the rows do not fit the matrix."""
+        want, whole = (len(self.ids), *self.shape[1:]), self.shape
+        good = len(whole) == 2 and self.rows.shape == want
+        found = f"its rows are {list(self.rows.shape)} beside {list(whole)}, not {list(want)}"
+        _require(good, self.module, found)
+        _require(
+            max(self.ids) < whole[0],
+            self.module,
+            f"token {max(self.ids)} has no row in the file's matrix of {whole[0]}: save the "
+            "adapter again",
+        )
 
     @property
     def blob_dtype(self) -> str:
@@ -224,7 +239,7 @@ def read_token_rows(
     max_added: number of tokens behind the base model's vocabulary that adapters may have.
 
     Raises AdapterRejected for rows that do not fit the base model, for a module that is changed in
-    two ways, and for tokens behind the base model's vocabulary without embeddings.
+    two ways, and for more than `max_added` tokens behind the base model's vocabulary.
     """
     if saved.keys() - tokens.keys() or whole.keys() != modules.keys():
         raise AdapterRejected("there are rows of tokens that are not listed", field=TOKENS_KEY)

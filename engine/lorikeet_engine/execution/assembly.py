@@ -281,10 +281,10 @@ def load_weights(
             "mtp": settings.speculation == "mtp",
         }
         model = load(settings.model, device, dtype, context, settings.rounding, group, **parts)
-        if device.type == "cuda":
-            torch.cuda.empty_cache()  # frees the scratch memory of rounding and dequantising
         if settings.max_added_tokens:
             model.add_tokens(settings.max_added_tokens)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # frees the scratch memory of loading
     return model
 
 

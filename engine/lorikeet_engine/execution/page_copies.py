@@ -531,7 +531,8 @@ class PageCopies:
         """
         if self._in_step is not None:
             fetch, run = self._in_step
-            _set_result(self._under_way[fetch], run, len(fetch.copies))
+            end = partial(_set_result, self._under_way[fetch], run, len(fetch.copies))
+            self._worker.submit(end, urgent=True)  # it may hang
         futures = [*self._under_way.values()]
         if self._writing is not None:
             futures.append(self._writing[1])

@@ -138,10 +138,11 @@ class LlamaModel:
         cut = Cut(size, checkpoint.shard.vocabulary(config.vocab_size), range(shape.hidden))
         self.generates = checkpoint.has_head
         # A model without lm_head only pools. Its logits, which nobody reads, are the embeddings'.
+        self._tied = cut if config.tied_embeddings or not self.generates else None
         self._head = (
-            cut.of(self._embeddings)
-            if config.tied_embeddings or not self.generates
-            else checkpoint.read_parts(["lm_head.weight"], [cut])
+            checkpoint.read_parts(["lm_head.weight"], [cut])
+            if self._tied is None
+            else cut.of(self._embeddings)
         )
         outer = (HEAD, HEAD_ROWS, EMBEDDINGS, EMBEDDING_ROWS)
         head, rows, *embeddings = (_outer_group(each, shape, checkpoint.shard) for each in outer)
@@ -225,6 +226,8 @@ class LlamaModel:
                 "own tokens alone: set it to 0"
             )
         self._embeddings = F.pad(self._embeddings, (0, 0, 0, count))
+        if self._tied is not None:  # else the embeddings without these rows would stay in memory
+            self._head = self._tied.of(self._embeddings[: self.config.vocab_size])
         self.config = replace(self.config, added_tokens=count)
 
     def linears(self) -> list[LoraLinear]:

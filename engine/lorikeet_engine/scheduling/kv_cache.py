@@ -444,7 +444,7 @@ class KVCache(PagePool):
 
         spare: number of other sequences; one free page per group is left for each of them.
         alone: whether there is no other sequence. The sequence then need not wait for a short
-            fetch: the step that is being planned does (Fetch.in_step).
+            fetch: the step that is being planned does (Fetch.in_step), unless it scores the prompt.
         """
         if self.host is None:
             return False
@@ -454,7 +454,7 @@ class KVCache(PagePool):
         if self.host.disk is not None:
             fetch = self._wanted_fetch(kv, spare, with_disk=True)
         fetch = fetch or self._wanted_fetch(kv, spare, with_disk=False)
-        if fetch is not None and alone:
+        if fetch is not None and alone and kv.score_from is None:  # a plan's scores come once
             self._share_early(fetch)
         return fetch is not None and not fetch.in_step
 

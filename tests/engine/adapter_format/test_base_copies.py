@@ -84,6 +84,42 @@ def test_a_resized_copy_becomes_the_rows_behind_the_vocabulary_with_the_trained_
         read_spec(tmp_path / "one", SHAPE, more)
 
 
+@pytest.mark.parametrize(
+    ("ids", "shape", "says"),
+    [
+        ([65, 3], (3, 32), r"its rows are \[3, 32\] beside \[67, 32\], not \[2, 32\]"),
+        ([65, 3], (2, 48), r"its rows are \[2, 48\] beside \[67, 32\], not \[2, 32\]"),
+        ([67, 3], (2, 32), "token 67 has no row in the file's matrix of 67: save the"),
+    ],
+)
+def test_trained_tokens_that_do_not_fit_their_resized_matrix_are_refused(
+    ids, shape, says, tmp_path
+):
+    trained(r=4, target_modules=["q_proj"]).save_pretrained(tmp_path)
+    rows = EMBEDDINGS.replace(".weight", ".token_adapter.base_layer.weight")
+    of_rows = EMBEDDINGS.replace(".weight", ".token_adapter.trainable_tokens_delta")
+    more = {rows: np.zeros((67, 32), np.float32), of_rows: np.ones(shape, np.float32)}
+    edit_weights(tmp_path, lambda t: t.update(more))
+    edit_config(tmp_path, trainable_token_indices={"embed_tokens": ids})
+    with pytest.raises(AdapterRejected, match=says):
+        write_blob(tmp_path, tmp_path / "blob")
+
+
+def test_a_head_may_be_padded_with_a_token_of_the_adapters_own(tmp_path):
+    trained(r=4, target_modules=["q_proj"]).save_pretrained(tmp_path)
+    matrices = {EMBEDDINGS: (66, 32), HEAD.replace("lm_head", "score"): (2, 32)}
+    more = {name: np.zeros(shape, np.float32) for name, shape in matrices.items()}
+    edit_weights(tmp_path, lambda t: t.update(more))
+    edit_config(tmp_path, task_type="SEQ_CLS")
+    for pad in (65, 66):
+        (tmp_path / "config.json").write_text(json.dumps({"pad_token_id": pad}))
+        write_blob(tmp_path, tmp_path / str(pad))
+    limits = replace(LIMITS, max_added_tokens=2)
+    assert read_spec(tmp_path / "65", SHAPE, limits).head.head.pad_token == 65
+    with pytest.raises(AdapterRejected, match="padding token 66 is not in the vocabulary of 66"):
+        read_spec(tmp_path / "66", SHAPE, limits)
+
+
 def test_copies_above_a_limit_are_hashes_that_prove_equal_ones_alone(folder):
     alone = write_blob(folder, folder / "alone")
     edit_weights(folder, lambda t: t.update({HEAD: MATRIX, EMBEDDINGS: MATRIX}))
