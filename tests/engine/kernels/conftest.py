@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from itertools import combinations
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ Values = tuple[tuple[str, str], ...]  # names and values of a case's parameters
 
 @pytest.hookimpl(tryfirst=True)  # before -m reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark as soak all cases but a few that cover the parameters' values.
+    """Mark as soak all cases of this folder but a few that cover the parameters' values.
 
     In Triton's interpreter the few cover every pair of values, each in one dtype, by turns: a test
     with one or two parameters beside the dtype runs with all combinations. Tests that compile
@@ -25,6 +26,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """
     tests: dict[str, dict[Values, list[pytest.Item]]] = defaultdict(lambda: defaultdict(list))
     for item in items:
+        if item.path.parent != Path(__file__).parent:
+            continue
         compiles = item.path.name == "test_kernels_compile.py"
         if not (INTERPRETED or compiles):
             continue
